@@ -1,0 +1,64 @@
+"""Checks of arguments at the boundary of a public call: expected and got, at trace time."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Int
+
+INT32_MAX = 2**31 - 1
+
+
+def as_int32(name: str, value: ArrayLike) -> Int[Array, "..."]:
+    """Integers of any kind as an int32 array.
+
+    Args:
+      name: the argument's name, for the message.
+      value: a Python or NumPy integer, or an integer array of any shape; a tracer is taken too.
+
+    Returns:
+      int32 array of the same shape.
+
+    Raises:
+      ValueError: it is not integer (booleans are not), or a value lies outside int32.
+    """
+    dtype = np.asarray(value).dtype if not hasattr(value, "dtype") else value.dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"{name}: expected integers, got dtype {dtype}")
+    if not isinstance(value, jax.Array):  # concrete: Python or NumPy, where int64 is common
+        values = np.asarray(value)
+        if values.size and (values.min() < -(2**31) or values.max() > INT32_MAX):
+            raise ValueError(
+                f"{name}: expected int32 values, got {values.min()} to {values.max()}"
+            )
+        return jnp.asarray(values.astype(np.int32))
+    return value.astype(jnp.int32)
+
+
+def check_shape(name: str, value: ArrayLike, expected: Sequence[int | None]) -> None:
+    """Raises ValueError unless the shape is `expected`, where None stands for any size."""
+    shape = jnp.shape(value)
+    fits = len(shape) == len(expected) and all(
+        want is None or want == got for want, got in zip(expected, shape, strict=True)
+    )
+    if not fits:
+        text = ", ".join("any" if size is None else str(size) for size in expected)
+        raise ValueError(f"{name}: expected shape ({text}), got {shape}")
+
+
+def check_floating(name: str, value: Array) -> None:
+    """Raises ValueError unless the dtype is bfloat16, float16, float32 or float64."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
+        raise ValueError(
+            f"{name}: expected a floating dtype of 16 bits or more, got "
+            f"{type(value).__name__ if dtype is None else dtype}"
+        )
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raises ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        text = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name}: expected one of {text}, got {value!r}")

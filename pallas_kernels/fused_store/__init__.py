@@ -1,0 +1,88 @@
+"""fused_store: norm, rotation, Hadamard transform, cast and scatter of new rows, in one call."""
+
+from jaxtyping import Array, ArrayLike, Float, Int
+
+from pallas_kernels import checks, dispatch
+from pallas_kernels.formats import SCALE_FLOORS, ScaleFloor
+from pallas_kernels.fused_store import xla
+from pallas_kernels.storage import KVRows, check_rows
+from pallas_kernels.transforms import PAIRINGS
+
+_IMPLEMENTATIONS = {"xla": xla.fused_store}
+
+
+def fused_store(
+    rows: KVRows,
+    latents: Float[Array, "n d"],
+    slots: Int[ArrayLike, " n"],
+    *,
+    norm_weight: Float[Array, " d"],
+    norm_eps: float,
+    cos: Float[Array, "n half"],
+    sin: Float[Array, "n half"],
+    pairing: str = "interleaved",
+    hadamard: bool = False,
+    scale_floor: ScaleFloor = "amax",
+    implementation: dispatch.Implementation = None,
+) -> KVRows:
+    """Transforms new latent rows and writes each to its slot.
+
+    A row is normalised and rotated in float32 (RMSNorm, then RoPE on the last 2 * half values),
+    transformed if asked, cast to the rows' format as `quantize_rows` does, and stored.
+
+    Args:
+      rows: where to store.
+      latents: floating[n, d], the projected rows; d is the format's number of values.
+      slots: integers[n], the flattened slot of each token; -1 or one outside the rows skips the
+        token. The others are distinct.
+      norm_weight: floating[d].
+      norm_eps: added to the mean square.
+      cos: floating[n, half], the cosines of the rotation at each token's position.
+      sin: floating[n, half].
+      pairing: "interleaved" or "half_split".
+      hadamard: apply the orthonormal Hadamard transform after the rotation.
+      scale_floor: "amax" or "scale", see `quantize_rows`.
+      implementation: None, "xla", "triton" or "interpret".
+
+    Returns:
+      The new rows. A row with a non-finite value is stored as NaN and touches no other.
+
+    Raises:
+      ValueError: a wrong shape, dtype or choice.
+      NotImplementedError: the implementation named cannot do it.
+    """
+    check_rows(rows)
+    width = rows.fmt.num_elements
+    checks.check_floating("latents", latents)
+    checks.check_shape("latents", latents, (None, width))
+    tokens = latents.shape[0]
+    slots = checks.as_int32("slots", slots)
+    checks.check_shape("slots", slots, (tokens,))
+    check_row_transform(width, tokens, norm_weight, cos, sin, pairing, hadamard)
+    checks.check_choice("scale_floor", scale_floor, SCALE_FLOORS)
+    run = dispatch.select("fused_store", implementation, _IMPLEMENTATIONS)
+    return run(
+        rows, latents, slots, norm_weight, cos, sin, norm_eps, pairing, hadamard, scale_floor
+    )
+
+
+def check_row_transform(width, tokens, norm_weight, cos, sin, pairing, hadamard) -> None:
+    """Raises ValueError unless the parts of a row's transform fit rows of `width` values."""
+    checks.check_floating("norm_weight", norm_weight)
+    checks.check_shape("norm_weight", norm_weight, (width,))
+    check_rotation(width, tokens, cos, sin, pairing)
+    if hadamard and width & (width - 1):
+        raise ValueError(f"hadamard: expected a row width that is a power of two, got {width}")
+
+
+def check_rotation(width, tokens, cos, sin, pairing) -> None:
+    """Raises ValueError unless cos and sin rotate rows of `width` values."""
+    checks.check_choice("pairing", pairing, PAIRINGS)
+    for name, value in (("cos", cos), ("sin", sin)):
+        checks.check_floating(name, value)
+        checks.check_shape(name, value, (tokens, None))
+    if cos.shape != sin.shape or 2 * cos.shape[-1] > width:
+        raise ValueError(
+            f"cos, sin: expected the same shape with at most {width // 2} pairs, got "
+            f"{cos.shape} and {sin.shape}"
+        )

@@ -1,0 +1,131 @@
+"""indexed_attention: attention over the rows that indices name, with sink and second cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Float32, Int, UInt8
+
+from pallas_kernels import checks, dispatch
+from pallas_kernels.formats import KVCacheFormat, check_format
+from pallas_kernels.fused_store import check_rotation
+from pallas_kernels.indexed_attention import xla
+from pallas_kernels.storage import KVRows, check_rows
+
+_IMPLEMENTATIONS = {"xla": xla.indexed_attention}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExtraKV:
+    """A second cache that joins the softmax, as a compressed one does.
+
+    Attributes:
+      rows: its rows; the format may be another than the first cache's.
+      indices: integers[n, k], -1 means none.
+      lengths: integers[n], how many leading entries of each index row count; None: all.
+    """
+
+    rows: KVRows
+    indices: Int[ArrayLike, "n k"]
+    lengths: Int[ArrayLike, " n"] | None = None
+
+
+def indexed_attention(
+    q: Float[Array, "n h d"],
+    rows: KVRows,
+    indices: Int[ArrayLike, "n k"],
+    *,
+    lengths: Int[ArrayLike, " n"] | None = None,
+    extra: ExtraKV | None = None,
+    sink: Float[Array, " h"] | None = None,
+    scale: float | None = None,
+    query_norm_eps: float | None = None,
+    cos: Float[Array, "n half"] | None = None,
+    sin: Float[Array, "n half"] | None = None,
+    pairing: str = "interleaved",
+    output_format: KVCacheFormat | None = None,
+    implementation: dispatch.Implementation = None,
+) -> tuple[Float[Array, "n h d"] | UInt8[Array, "n h b"], Float32[Array, "n h"]]:
+    """Softmax attention of each query over the rows its indices name; a row is key and value.
+
+    Scores are float32 dot products times `scale`. The sink of a head adds exp(sink) to the
+    denominator and no value. There is no causal or window mask: an index that names a future row
+    is read. The rules are those of FlashMLA's sparse decoding, but for an empty row's lse.
+
+    Args:
+      q: floating[n, h, d], the queries.
+      rows: the cache; d is its format's number of values.
+      indices: integers[n, k]; -1 or an index outside the rows means none, anywhere in a row.
+        An index given twice counts twice.
+      lengths: integers[n], entries of an index row from this column on are ignored; None: none.
+      extra: a second cache in the same softmax.
+      sink: floating[h]; -inf is no sink, +inf makes the output 0.
+      scale: of the scores; d**-0.5 by default.
+      query_norm_eps: if given, each query is divided by sqrt(mean(q**2) + eps) first.
+      cos: floating[n, half]; if given, with sin, the last 2 * half values of the query are rotated
+        (after the norm) and those of the output rotated back.
+      sin: floating[n, half].
+      pairing: of the rotation, "interleaved" or "half_split".
+      output_format: if given, the output comes as rows of this format, for a block-scaled
+        projection.
+      implementation: None, "xla", "triton" or "interpret".
+
+    Returns:
+      out: q's dtype[n, h, d], or uint8[n, h, output_format.row_bytes]. 0 where no row is visible.
+      lse: float32[n, h], the natural log of the sum of exponentials without the sink; -inf where
+        no row is visible.
+
+    Raises:
+      ValueError: a wrong shape, dtype, format or choice.
+      NotImplementedError: the implementation named cannot do it.
+    """
+    checks.check_floating("q", q)
+    checks.check_shape("q", q, (None, None, None))
+    n, heads, width = q.shape
+    indices, lengths = _check_cache("rows", rows, indices, lengths, n, width)
+    if extra is not None:
+        if not isinstance(extra, ExtraKV):
+            raise ValueError(f"extra: expected an ExtraKV, got {type(extra).__name__}")
+        extra = ExtraKV(
+            extra.rows,
+            *_check_cache("extra.rows", extra.rows, extra.indices, extra.lengths, n, width),
+        )
+    if sink is not None:
+        checks.check_floating("sink", sink)
+        checks.check_shape("sink", sink, (heads,))
+    if (cos is None) != (sin is None):
+        raise ValueError("cos, sin: expected both or none, got one")
+    if cos is not None:
+        check_rotation(width, n, cos, sin, pairing)
+    if output_format is not None:
+        check_format(output_format)
+        if output_format.num_elements != width:
+            raise ValueError(
+                f"output_format: expected rows of {width} values, got {output_format.num_elements}"
+            )
+    run = dispatch.select("indexed_attention", implementation, _IMPLEMENTATIONS)
+    scale = jnp.asarray(width**-0.5 if scale is None else scale, jnp.float32)
+    return run(
+        q, rows, indices, lengths, extra, sink, scale, query_norm_eps, cos, sin, pairing,
+        output_format,
+    )  # fmt: skip
+
+
+def _check_cache(name, rows, indices, lengths, n, width):
+    check_rows(rows, name)
+    if rows.fmt.num_elements != width:
+        raise ValueError(
+            f"{name}: expected rows of {width} values as the queries have, got format "
+            f"{rows.fmt.name} with {rows.fmt.num_elements}"
+        )
+    if rows.fmt.scale_dtype == "float32":
+        raise ValueError(
+            f"{name}: format {rows.fmt.name} is for conversion only: its value is a part of its row"
+        )
+    indices = checks.as_int32("indices", indices)
+    checks.check_shape("indices", indices, (n, None))
+    if lengths is not None:
+        lengths = checks.as_int32("lengths", lengths)
+        checks.check_shape("lengths", lengths, (n,))
+    return indices, lengths

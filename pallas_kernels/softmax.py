@@ -1,0 +1,68 @@
+"""The softmax over decoded rows, with a sink: one definition for every XLA path."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32
+
+
+def attend(
+    query: Float32[Array, "n h d"],
+    read: Sequence[tuple[Float32[Array, "n _k d"], Bool[Array, "n _k #h"]]],
+    sink: Float32[Array, " h"],
+    scale: Float32[Array, ""],
+    compute_dtype: jnp.dtype,
+) -> tuple[Float32[Array, "n h d"], Float32[Array, "n h"]]:
+    """Attention over rows that are key and value at once, of one or more caches.
+
+    Args:
+      query: float32[n, h, d].
+      read: for each cache the decoded rows, float32[n, k, d], and which of them count,
+        bool[n, k, h] or bool[n, k, 1]. A row that counts for nobody holds finite numbers.
+      sink: float32[h]; exp(sink) joins the denominator only.
+      scale: of the scores.
+      compute_dtype: probabilities are rounded to it for the product with the values; the
+        denominator sums the unrounded ones.
+
+    Returns:
+      out float32[n, h, d], 0 where nothing counts; lse float32[n, h], natural, without the sink,
+      -inf where nothing counts.
+    """
+    # Keys first: with scores as [n, k, h] both products run as plain matrix products on CPUs.
+    scores = [
+        jnp.where(
+            counts,
+            jnp.einsum("nkd,nhd->nkh", rows, query, precision=lax.Precision.HIGHEST) * scale,
+            -jnp.inf,
+        )
+        for rows, counts in read
+    ]
+    peak = jnp.max(jnp.concatenate(scores, axis=1), axis=1, initial=-jnp.inf)
+    finite_peak = lax.stop_gradient(jnp.where(peak == -jnp.inf, jnp.float32(0), peak))
+    masses = [jnp.exp(score - finite_peak[:, None]) for score in scores]
+    total = sum(jnp.sum(mass, axis=1) for mass in masses)
+    empty = total == 0
+    lse = finite_peak + jnp.log(jnp.where(empty, jnp.float32(1), total))
+    # total / (total + exp(sink - peak)), from a difference of logarithms that cannot overflow.
+    kept = jax.nn.sigmoid(lse - sink[None, :]) / jnp.where(empty, jnp.float32(1), total)
+    kept = jnp.where(empty, jnp.float32(0), kept)
+    out = sum(
+        jnp.einsum(
+            "nkh,nkd->nhd",
+            round_to(mass, compute_dtype) * kept[:, None],
+            rows,
+            precision=lax.Precision.HIGHEST,
+        )
+        for mass, (rows, _) in zip(masses, read, strict=True)
+    )
+    return out, jnp.where(empty, -jnp.inf, lse)
+
+
+def round_to(x: Float[Array, "*s"], dtype: jnp.dtype) -> Float32[Array, "*s"]:
+    """Float32 values rounded to what `dtype` holds."""
+    info = jnp.finfo(dtype)
+    if info.nmant >= 23:
+        return x.astype(jnp.float32)
+    return lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant)

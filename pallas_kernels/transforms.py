@@ -1,0 +1,155 @@
+"""What happens to a row before it is stored: RMSNorm, rotary embedding and Hadamard transform."""
+
+import fractions
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels import codec
+
+PAIRINGS = ("interleaved", "half_split")
+
+_PI = fractions.Fraction(31415926535897932384626433832795028841971693993751, 10**49)
+
+
+def rms_norm(
+    x: Float[Array, "*batch d"], weight: Float[Array, " d"] | None, eps: float
+) -> Float32[Array, "*batch d"]:
+    """x / sqrt(mean(x**2) + eps) * weight, in float32.
+
+    Args:
+      x: floating, any leading axes.
+      weight: per value, or None for a norm without weights.
+      eps: added to the mean square.
+
+    Returns:
+      float32. A row whose mean square overflows is NaN, not zero.
+    """
+    x = x.astype(jnp.float32)
+    mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+    inverse = 1.0 / jnp.sqrt(mean_square + jnp.float32(eps))
+    normalised = x * jnp.where(codec.is_finite(mean_square), inverse, jnp.float32(jnp.nan))
+    if weight is None:
+        return normalised
+    return normalised * jnp.broadcast_to(weight.astype(jnp.float32), x.shape)
+
+
+def rope(
+    x: Float[Array, "*batch d"],
+    cos: Float[Array, "*#batch half"],
+    sin: Float[Array, "*#batch half"],
+    pairing: str = "interleaved",
+    inverse: bool = False,
+) -> Float32[Array, "*batch d"]:
+    """Rotates pairs of the last 2 * half values of each row; the others stay.
+
+    Args:
+      x: rows.
+      cos: cosine of each pair's angle; leading axes as x's, or of size 1.
+      sin: sine of each pair's angle.
+      pairing: "interleaved" pairs neighbours (2i, 2i + 1), "half_split" pairs (i, i + half).
+      inverse: rotate by the negative angle.
+
+    Returns:
+      float32, x's shape.
+    """
+    half = cos.shape[-1]
+    x = x.astype(jnp.float32)
+    sin = -sin if inverse else sin
+    kept, rotated = x[..., : x.shape[-1] - 2 * half], x[..., x.shape[-1] - 2 * half :]
+    if pairing == "interleaved":
+        pairs = rotated.reshape(*x.shape[:-1], half, 2)
+        a, b = pairs[..., 0], pairs[..., 1]
+    else:
+        a, b = rotated[..., :half], rotated[..., half:]
+    turned = [a * cos - b * sin, b * cos + a * sin]
+    if pairing == "interleaved":
+        rotated = jnp.stack(turned, axis=-1).reshape(rotated.shape)
+    else:
+        rotated = jnp.concatenate(turned, axis=-1)
+    return jnp.concatenate([kept, rotated], axis=-1)
+
+
+def hadamard(x: Float[Array, "*batch d"]) -> Float32[Array, "*batch d"]:
+    """The orthonormal Hadamard transform of the last axis, in Sylvester's order.
+
+    It is its own inverse, and keeps every dot product of two transformed rows.
+
+    Args:
+      x: rows; d is a power of two.
+
+    Returns:
+      float32, x's shape.
+
+    Raises:
+      ValueError: d is not a power of two.
+    """
+    width = x.shape[-1]
+    if width & (width - 1) or width == 0:
+        raise ValueError(f"x: expected a width that is a power of two, got {width}")
+    x = x.astype(jnp.float32)
+    step = 1
+    while step < width:
+        pairs = x.reshape(*x.shape[:-1], width // (2 * step), 2, step)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        x = jnp.stack([a + b, a - b], axis=-2).reshape(x.shape)
+        step *= 2
+    return x * jnp.float32(width**-0.5)
+
+
+def turns_per_position(frequencies: np.ndarray) -> np.ndarray:
+    """Frequencies as 64-bit fixed-point fractions of a turn, in two words.
+
+    Args:
+      frequencies: float64[half], radians per position.
+
+    Returns:
+      uint32[2, half]: the high and the low word of frequency / (2 pi) modulo 1, rounded.
+    """
+    words = np.empty((2, len(frequencies)), np.uint32)
+    for i, frequency in enumerate(np.asarray(frequencies, np.float64).tolist()):
+        turn = round(fractions.Fraction(frequency) / (2 * _PI) * 2**64) % 2**64
+        words[:, i] = turn >> 32, turn & 0xFFFFFFFF
+    return words
+
+
+def rope_cos_sin(
+    positions: Int32[Array, "*n"], turns: np.ndarray
+) -> tuple[Float32[Array, "*n half"], Float32[Array, "*n half"]]:
+    """Cosine and sine of position * frequency, right to 2e-7 at every int32 position.
+
+    The product is taken modulo one turn in 64-bit integers, so nothing of the angle is lost at
+    large positions, where a float32 product is off by up to 0.03 radians at a million.
+
+    Args:
+      positions: int32, any shape.
+      turns: uint32[2, half] from `turns_per_position`.
+
+    Returns:
+      Two float32 arrays.
+    """
+    p = lax.bitcast_convert_type(positions, jnp.uint32)[..., None]
+    high = jnp.broadcast_to(jnp.asarray(turns[0]), (*positions.shape, turns.shape[1]))
+    low = jnp.broadcast_to(jnp.asarray(turns[1]), high.shape)
+    turn = p * high + _high_word(p, low)  # the top 32 bits of the 64-bit fraction
+    # Split into the nearest quarter turn and the rest within an eighth, where float32 is fine.
+    quarter = (turn + jnp.uint32(1 << 29)) >> 30
+    rest = lax.bitcast_convert_type(turn - (quarter << 30), jnp.int32)
+    angle = rest.astype(jnp.float32) * jnp.float32(2 * math.pi / 2**32)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    swap, negative_sin = (quarter & 1) == 1, (quarter & 2) == 2
+    negative_cos = swap != negative_sin
+    cos, sin = jnp.where(swap, sin, cos), jnp.where(swap, cos, sin)
+    return jnp.where(negative_cos, -cos, cos), jnp.where(negative_sin, -sin, sin)
+
+
+def _high_word(a, b):
+    """The high 32 bits of the product of two uint32 arrays, from 16-bit halves."""
+    a_low, a_high = a & 0xFFFF, a >> 16
+    b_low, b_high = b & 0xFFFF, b >> 16
+    middle = a_high * b_low + ((a_low * b_low) >> 16)
+    carry = a_low * b_high + (middle & 0xFFFF)
+    return a_high * b_high + (middle >> 16) + (carry >> 16)

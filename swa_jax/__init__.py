@@ -1,0 +1,20 @@
+"""Sliding-window latent attention for JAX: rings of 528-byte rows, and the layers that use them."""
+
+from pallas_kernels import BF16 as BF16
+from pallas_kernels import F32 as F32
+from pallas_kernels import V4 as V4
+from pallas_kernels import V32 as V32
+from pallas_kernels import V41 as V41
+from pallas_kernels import V41_FP4 as V41_FP4
+from pallas_kernels import KVCacheFormat as KVCacheFormat
+from swa_jax import checkpoint as checkpoint
+from swa_jax.cache import RingCache as RingCache
+from swa_jax.config import AttentionConfig as AttentionConfig
+from swa_jax.config import DecoderConfig as DecoderConfig
+from swa_jax.metadata import DecodeMetadata as DecodeMetadata
+from swa_jax.metadata import PrefillMetadata as PrefillMetadata
+from swa_jax.metadata import SequenceMetadata as SequenceMetadata
+from swa_jax.modules import Decoder as Decoder
+from swa_jax.modules import DecoderLayer as DecoderLayer
+from swa_jax.modules import SlidingWindowAttention as SlidingWindowAttention
+from swa_jax.ring import RingGeometry as RingGeometry

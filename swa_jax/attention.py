@@ -1,0 +1,296 @@
+"""The attention layer as pure functions: decode, prefill and whole sequences without a cache."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels import (
+    KVRows,
+    checks,
+    dequantize_rows,
+    fused_store,
+    indexed_attention,
+    load_rows,
+    quantize_rows,
+    store_rows,
+    transforms,
+)
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.fused_store.xla import transform_rows
+from pallas_kernels.softmax import round_to
+from swa_jax.band import window_attention
+from swa_jax.config import AttentionConfig
+from swa_jax.metadata import DecodeMetadata, PrefillMetadata, SequenceMetadata
+
+AttentionParams = Mapping[str, Array]
+Rotation = tuple[Float32[Array, "b t half"], Float32[Array, "b t half"]]
+
+
+def attention_layer(
+    params: AttentionParams,
+    x: Float[Array, "b t hidden"],
+    rows: KVRows | None,
+    meta: DecodeMetadata | PrefillMetadata | SequenceMetadata,
+    config: AttentionConfig,
+    *,
+    round_trip: bool = True,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "b t hidden"], KVRows | None]:
+    """One sliding-window latent-attention layer.
+
+    One projection gives an intermediate query and the shared row; the query is normalised and
+    expanded to heads, the row is normalised, rotated, cast and stored; each head attends to the
+    rows of its window, with a sink; the output is rotated back at the query's position and goes
+    through a grouped low-rank projection. The maths is that of DeepSeek-V4's attention.
+
+    Args:
+      params: q_a_kv [q_lora_rank + D, hidden], q_a_norm [q_lora_rank], q_b [H * D, q_lora_rank],
+        kv_norm [D], sinks [H], o_a [groups * o_lora_rank, H * D / groups],
+        o_b [hidden, groups * o_lora_rank].
+      x: floating[B, T, hidden].
+      rows: this layer's view of the cache; None with a SequenceMetadata.
+      meta: the kind of call and its addresses.
+      config: the layer's configuration.
+      round_trip: in a call without a cache, whether rows go through their format and back.
+      implementation: of the operations on rows: None, "xla", "triton" or "interpret".
+
+    Returns:
+      y, config.dtype[B, T, hidden], zero at padding; and the new rows, None without a cache.
+
+    Raises:
+      ValueError: a wrong shape, dtype, format or geometry.
+    """
+    _check_call(params, x, rows, meta, config)
+    dtype = jnp.dtype(config.dtype)
+    batch, tokens, _ = x.shape
+    x = x.astype(dtype)
+    projected = _project(x, params["q_a_kv"])
+    q_a, latents = projected[..., : config.q_lora_rank], projected[..., config.q_lora_rank :]
+    q_a = transforms.rms_norm(q_a, params["q_a_norm"], config.norm_eps).astype(dtype)
+    q = _project(q_a, params["q_b"]).reshape(batch, tokens, config.num_heads, config.head_dim)
+    rotation = transforms.rope_cos_sin(meta.positions, config.turns)
+    arguments = (params, q, latents, rotation)
+    if isinstance(meta, SequenceMetadata):
+        out = sequence_attention(*arguments, meta, config, round_trip=round_trip)
+    elif isinstance(meta, DecodeMetadata):
+        out, rows = decode_attention(*arguments, rows, meta, config, implementation=implementation)
+    else:
+        out, rows = prefill_attention(*arguments, rows, meta, config)
+    groups = out.astype(dtype).reshape(batch, tokens, config.o_groups, -1)
+    o_a = params["o_a"].astype(dtype).reshape(config.o_groups, config.o_lora_rank, -1)
+    low_rank = jnp.einsum("btgd,grd->btgr", groups, o_a).reshape(batch, tokens, -1)
+    y = _project(low_rank, params["o_b"])
+    return jnp.where(meta.positions[..., None] >= 0, y, jnp.zeros((), dtype)), rows
+
+
+def decode_attention(
+    params: AttentionParams,
+    q: Float[Array, "b t h d"],
+    latents: Float[Array, "b t d"],
+    rotation: Rotation,
+    rows: KVRows,
+    meta: DecodeMetadata,
+    config: AttentionConfig,
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "b t h d"], KVRows]:
+    """Stores the new rows, then reads the ring through indices.
+
+    Args:
+      params: at least kv_norm and sinks.
+      q: floating[B, T, H, D], queries before norm and rotation.
+      latents: floating[B, T, D], rows before norm and rotation.
+      rotation: cosines and sines at meta.positions.
+      rows: this layer's view of the cache.
+      meta: addresses of the step.
+      config: the layer's configuration.
+      implementation: of both operations.
+
+    Returns:
+      The heads' outputs, rotated back, and the new rows.
+    """
+    count = meta.slots.shape[0]
+    cos, sin = (angle.reshape(count, -1) for angle in rotation)
+    rows = fused_store(
+        rows,
+        latents.reshape(count, -1),
+        meta.slots,
+        norm_weight=params["kv_norm"],
+        norm_eps=config.norm_eps,
+        cos=cos,
+        sin=sin,
+        pairing=config.pairing,
+        hadamard=config.hadamard,
+        scale_floor=config.scale_floor,
+        implementation=implementation,
+    )
+    if config.hadamard:  # the transform stands between the rotation and the dot products
+        queries = _prepare_queries(q, rotation, config).reshape(count, *q.shape[2:])
+        out, _ = indexed_attention(
+            queries, rows, meta.indices, sink=params["sinks"], implementation=implementation
+        )
+        return _finish(out.reshape(q.shape).astype(jnp.float32), rotation, config, q.dtype), rows
+    out, _ = indexed_attention(
+        q.reshape(count, *q.shape[2:]),
+        rows,
+        meta.indices,
+        sink=params["sinks"],
+        query_norm_eps=config.norm_eps if config.query_norm else None,
+        cos=cos,
+        sin=sin,
+        pairing=config.pairing,
+        implementation=implementation,
+    )
+    return out.reshape(q.shape), rows
+
+
+def prefill_attention(
+    params: AttentionParams,
+    q: Float[Array, "b t h d"],
+    latents: Float[Array, "b t d"],
+    rotation: Rotation,
+    rows: KVRows,
+    meta: PrefillMetadata,
+    config: AttentionConfig,
+) -> tuple[Float[Array, "b t h d"], KVRows]:
+    """Reads the old window, attends over old rows and new ones, then stores those that survive.
+
+    Arguments and results as `decode_attention`.
+    """
+    old = load_rows(rows, meta.window_slots)
+    new = quantize_rows(_row(params, latents, rotation, config), config.fmt, config.scale_floor)
+    # The store's addresses depend on the bytes that were read. Nothing else tells XLA that the
+    # read comes first, and it would keep the old cache alive by copying it whole.
+    never = jnp.max(old.astype(jnp.int32), initial=0) >> 8
+    slots = meta.slots + never
+    rows = store_rows(rows, new.reshape(-1, config.fmt.row_bytes), slots)
+    segments = jnp.where(jnp.concatenate([meta.window_slots, meta.positions], 1) >= 0, 0, -1)
+    out = window_attention(
+        _prepare_queries(q, rotation, config),
+        dequantize_rows(jnp.concatenate([old, new], axis=1), config.fmt),
+        segments,
+        window=config.window,
+        sink=params["sinks"].astype(jnp.float32),
+        scale=jnp.float32(config.head_dim**-0.5),
+    )
+    return _finish(out, rotation, config, q.dtype), rows
+
+
+def sequence_attention(
+    params: AttentionParams,
+    q: Float[Array, "b t h d"],
+    latents: Float[Array, "b t d"],
+    rotation: Rotation,
+    meta: SequenceMetadata,
+    config: AttentionConfig,
+    *,
+    round_trip: bool = True,
+) -> Float[Array, "b t h d"]:
+    """Attention within whole sequences, without a cache; differentiable.
+
+    Arguments as `decode_attention`. With `round_trip` the rows go through their format and back, as
+    they do in a cache, and gradients pass straight through.
+    """
+    row = _row(params, latents, rotation, config)
+    if round_trip:
+        row = _round_trip(row, config)
+    old = ((0, 0), (config.window - 1, 0))
+    out = window_attention(
+        _prepare_queries(q, rotation, config),
+        jnp.pad(row, (*old, (0, 0))),
+        jnp.pad(meta.segment_ids, old, constant_values=-1),
+        window=config.window,
+        sink=params["sinks"].astype(jnp.float32),
+        scale=jnp.float32(config.head_dim**-0.5),
+    )
+    return _finish(out, rotation, config, q.dtype)
+
+
+def _project(x: Float[Array, "*n i"], kernel: Float[Array, "o i"]) -> Float[Array, "*n o"]:
+    return jnp.einsum("...i,oi->...o", x, kernel.astype(x.dtype))
+
+
+def _row(params, latents, rotation: Rotation, config: AttentionConfig) -> Float32[Array, "b t d"]:
+    cos, sin = rotation
+    return transform_rows(
+        latents, params["kv_norm"], cos, sin, config.norm_eps, config.pairing, config.hadamard
+    )
+
+
+def _prepare_queries(q, rotation: Rotation, config: AttentionConfig) -> Float[Array, "b t h d"]:
+    """Norm, rotation and Hadamard transform of the queries, in q's dtype."""
+    cos, sin = (angle[:, :, None, :] for angle in rotation)
+    query = q.astype(jnp.float32)
+    if config.query_norm:
+        query = transforms.rms_norm(query, None, config.norm_eps)
+    query = transforms.rope(query, cos, sin, config.pairing)
+    if config.hadamard:
+        query = transforms.hadamard(query)
+    return query.astype(q.dtype)
+
+
+def _finish(
+    out: Float32[Array, "b t h d"], rotation: Rotation, config: AttentionConfig, dtype: jnp.dtype
+) -> Float[Array, "b t h d"]:
+    """Undoes the Hadamard transform and the rotation of the heads' outputs."""
+    cos, sin = (angle[:, :, None, :] for angle in rotation)
+    if config.hadamard:
+        out = transforms.hadamard(out)
+    return transforms.rope(out, cos, sin, config.pairing, inverse=True).astype(dtype)
+
+
+def _round_trip(row: Float32[Array, "b t d"], config: AttentionConfig) -> Float32[Array, "b t d"]:
+    """The rows after their format and back; the gradient of the identity."""
+
+    @jax.custom_jvp
+    def through(row):
+        return dequantize_rows(quantize_rows(row, config.fmt, config.scale_floor), config.fmt)
+
+    through.defjvp(lambda primals, tangents: (through(*primals), *tangents))
+    return through(row)
+
+
+def _check_call(params, x, rows, meta, config: AttentionConfig) -> None:
+    checks.check_floating("x", x)
+    if not isinstance(meta, DecodeMetadata | PrefillMetadata | SequenceMetadata):
+        raise ValueError(
+            f"meta: expected a DecodeMetadata, PrefillMetadata or SequenceMetadata, got "
+            f"{type(meta).__name__}"
+        )
+    checks.check_shape("x", x, (*meta.positions.shape, config.hidden_size))
+    shapes = parameter_shapes(config)
+    missing = sorted(set(shapes) - set(params))
+    if missing:
+        raise ValueError(f"params: expected {sorted(shapes)}, got none of {missing}")
+    for name, shape in shapes.items():
+        checks.check_shape(f"params[{name!r}]", params[name], shape)
+    if isinstance(meta, SequenceMetadata):
+        if rows is not None:
+            raise ValueError("rows: expected None in a call without a cache, got rows")
+        return
+    if not isinstance(rows, KVRows):
+        raise ValueError(f"rows: expected a KVRows, got {type(rows).__name__}")
+    if rows.fmt != config.fmt:
+        raise ValueError(f"rows: expected format {config.fmt.name}, got {rows.fmt.name}")
+    want = (config.window, rows.rows_per_slot)
+    got = (meta.geometry.window, meta.geometry.capacity)
+    if want != got:
+        raise ValueError(f"meta: expected a geometry of window, capacity {want}, got {got}")
+
+
+def parameter_shapes(config: AttentionConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's parameters by name; kernels are [out, in]."""
+    c = config
+    group = c.num_heads * c.head_dim // c.o_groups
+    return {
+        "q_a_kv": (c.q_lora_rank + c.head_dim, c.hidden_size),
+        "q_a_norm": (c.q_lora_rank,),
+        "q_b": (c.num_heads * c.head_dim, c.q_lora_rank),
+        "kv_norm": (c.head_dim,),
+        "sinks": (c.num_heads,),
+        "o_a": (c.o_groups * c.o_lora_rank, group),
+        "o_b": (c.hidden_size, c.o_groups * c.o_lora_rank),
+    }

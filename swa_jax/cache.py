@@ -1,0 +1,280 @@
+"""RingCache: the rings of all layers of a model, as one immutable value."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from jaxtyping import Array, ArrayLike, Int, Int32, UInt8
+
+from pallas_kernels import V41, KVCacheFormat, KVRows, checks, load_rows, store_rows
+from pallas_kernels.formats import check_format
+from pallas_kernels.storage import region_bytes
+from swa_jax.ring import RingGeometry
+
+MAX_BLOCK_BYTES = 2**31 - 1
+"""Blocks stay below 2 GiB, where 32-bit byte offsets end."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExportedSlot:
+    """The rows a request needs to go on: what `RingCache.export_slot` takes out.
+
+    Attributes:
+      data: uint8[layers, W - 1, row_bytes], the rows before next_position, oldest first; zeros
+        where there is none. Equal prefixes give equal bytes.
+      next_position: int32 scalar, the position at which the request goes on.
+      geometry: of the ring it was taken from.
+      fmt: the rows' format.
+    """
+
+    data: UInt8[Array, "layers w1 row_bytes"]
+    next_position: Int32[Array, ""]
+    geometry: RingGeometry = dataclasses.field(metadata={"static": True})
+    fmt: KVCacheFormat = dataclasses.field(metadata={"static": True})
+
+    def to_bytes(self) -> bytes:
+        """The rows and what identifies them, in the safetensors format."""
+        metadata = {
+            "window": str(self.geometry.window),
+            "capacity": str(self.geometry.capacity),
+            "format": self.fmt.name,
+            "width": str(self.fmt.num_elements),
+            "next_position": str(int(self.next_position)),
+        }
+        return safetensors.numpy.save({"rows": np.asarray(self.data)}, metadata)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "ExportedSlot":
+        """The inverse of `to_bytes`. Raises ValueError for anything else."""
+        from swa_jax.checkpoint import read_safetensors
+
+        tensors, metadata = read_safetensors(data)
+        return _exported(tensors, metadata)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RingCache:
+    """Rings of all layers: a region for each layer in the state slot of each request.
+
+    The value is immutable. Take a layer's view, use it, give the result back, and only then take
+    the next: two live views of a block would be two versions of it.
+
+    Attributes:
+      blocks: uint8[slots, block bytes] each: one for all layers, several only above 2 GiB.
+      layers: number of layers.
+      geometry: of every ring.
+      fmt: the rows' format.
+    """
+
+    blocks: tuple[UInt8[Array, "slots _bytes"], ...]
+    layers: int = dataclasses.field(metadata={"static": True})
+    geometry: RingGeometry = dataclasses.field(metadata={"static": True})
+    fmt: KVCacheFormat = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls, slots: int, layers: int, geometry: RingGeometry, fmt: KVCacheFormat = V41
+    ) -> "RingCache":
+        """Empty rings.
+
+        Args:
+          slots: state slots; one request owns one.
+          layers: number of layers.
+          geometry: of every ring.
+          fmt: the rows' format.
+
+        Raises:
+          ValueError: a size below 1, an unfit format, or a layer of more than 2 GiB.
+        """
+        check_format(fmt)
+        for name, value in (("slots", slots), ("layers", layers)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
+        region = region_bytes(geometry.capacity, fmt)
+        per_block = min(layers, MAX_BLOCK_BYTES // (slots * region))
+        if per_block == 0:
+            raise ValueError(
+                f"slots: expected at most {MAX_BLOCK_BYTES // region}, the limit of 2 GiB for one "
+                f"layer's rings, got {slots}"
+            )
+        blocks = tuple(
+            jnp.zeros((slots, min(per_block, layers - first) * region), jnp.uint8)
+            for first in range(0, layers, per_block)
+        )
+        return cls(blocks, layers, geometry, fmt)
+
+    @property
+    def slots(self) -> int:
+        """State slots."""
+        return self.blocks[0].shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.size for block in self.blocks)
+
+    def layer(self, i: int | Int32[Array, ""]) -> KVRows:
+        """The view of one layer's rows, without a copy.
+
+        Args:
+          i: the layer. It may be traced while all layers lie in one block, as when layers are
+            scanned.
+
+        Raises:
+          ValueError: there is no such layer, or a traced index meets several blocks.
+        """
+        block, start = self._place(i)
+        return KVRows.view(
+            self.blocks[block],
+            start=start,
+            rows_per_slot=self.geometry.capacity,
+            fmt=self.fmt,
+        )
+
+    def with_layer(self, i: int | Int32[Array, ""], rows: KVRows) -> "RingCache":
+        """The cache with a layer's new rows.
+
+        Args:
+          i: the layer whose view `rows` came from.
+          rows: what an operation made of that view.
+
+        Raises:
+          ValueError: the rows are not of this cache's shape, format or geometry.
+        """
+        block, _ = self._place(i)
+        if (
+            rows.data.shape != self.blocks[block].shape
+            or rows.fmt != self.fmt
+            or rows.rows_per_slot != self.geometry.capacity
+        ):
+            raise ValueError(
+                f"rows: expected {self.geometry.capacity} rows of format {self.fmt.name} in "
+                f"{self.blocks[block].shape}, got {rows.rows_per_slot} of {rows.fmt.name} in "
+                f"{rows.data.shape}"
+            )
+        blocks = (*self.blocks[:block], rows.data, *self.blocks[block + 1 :])
+        return dataclasses.replace(self, blocks=blocks)
+
+    def snapshot(self) -> "RingCache":
+        """A copy that outlives the donation of this value."""
+        return dataclasses.replace(self, blocks=tuple(jnp.copy(block) for block in self.blocks))
+
+    def copy_slots(self, src: Int[ArrayLike, " n"], dst: Int[ArrayLike, " n"]) -> "RingCache":
+        """Copies state slots into others, as when a request is forked.
+
+        Args:
+          src: integers[n], the slots to copy from, as they are before the call.
+          dst: integers[n], the slots to copy to, distinct; -1 or a slot outside skips a pair, and
+            so does such a src.
+
+        Returns:
+          The new cache.
+
+        Raises:
+          ValueError: a wrong shape or dtype.
+        """
+        src, dst = checks.as_int32("src", src), checks.as_int32("dst", dst)
+        checks.check_shape("src", src, (None,))
+        checks.check_shape("dst", dst, src.shape)
+        fits = (src >= 0) & (src < self.slots) & (dst >= 0)
+        beyond = self.slots + jnp.arange(dst.shape[0], dtype=jnp.int32)
+        dst = jnp.where(fits & (dst < self.slots), dst, beyond)
+        source = jnp.where(fits, src, 0)
+        return dataclasses.replace(
+            self,
+            blocks=tuple(
+                block.at[dst].set(block[source], mode="drop", unique_indices=True)
+                for block in self.blocks
+            ),
+        )
+
+    def export_slot(self, b: Int[ArrayLike, ""], next_position: Int[ArrayLike, ""]) -> ExportedSlot:
+        """What a request in slot b needs to go on at next_position.
+
+        Only rows of the positions next_position - (W - 1) to next_position - 1 are taken: no row
+        of a former owner of the slot goes along.
+
+        Args:
+          b: integer, the state slot.
+          next_position: integer, the position at which the request goes on.
+
+        Raises:
+          ValueError: not integers.
+        """
+        slots = self._window_slots(b, next_position)
+        data = jnp.stack([load_rows(self.layer(i), slots) for i in range(self.layers)])
+        next_position = checks.as_int32("next_position", next_position)
+        return ExportedSlot(data, next_position, self.geometry, self.fmt)
+
+    def import_slot(
+        self, b: Int[ArrayLike, ""], exported: ExportedSlot
+    ) -> tuple["RingCache", Int32[Array, ""]]:
+        """Puts exported rows into a slot.
+
+        Args:
+          b: integer, the state slot.
+          exported: from `export_slot` of a cache with the same layers, geometry and format.
+
+        Returns:
+          The new cache, and the position at which the request goes on.
+
+        Raises:
+          ValueError: another format, geometry, number of layers or width.
+        """
+        if not isinstance(exported, ExportedSlot):
+            raise ValueError(f"exported: expected an ExportedSlot, got {type(exported).__name__}")
+        for name in ("fmt", "geometry"):
+            want, got = getattr(self, name), getattr(exported, name)
+            if want != got:
+                raise ValueError(f"exported: expected {name} {want}, got {got}")
+        shape = (self.layers, self.geometry.window - 1, self.fmt.row_bytes)
+        checks.check_shape("exported.data", exported.data, shape)
+        slots = self._window_slots(b, exported.next_position)
+        cache = self
+        for i in range(self.layers):
+            cache = cache.with_layer(i, store_rows(cache.layer(i), exported.data[i], slots))
+        return cache, exported.next_position
+
+    def _place(self, i) -> tuple[int, int | Int32[Array, ""]]:
+        """Block and first byte of a layer."""
+        region = region_bytes(self.geometry.capacity, self.fmt)
+        if not isinstance(i, jax.Array):
+            if isinstance(i, bool) or not 0 <= i < self.layers:
+                raise ValueError(f"layer: expected 0 to {self.layers - 1}, got {i!r}")
+            per_block = self.blocks[0].shape[1] // region
+            return i // per_block, i % per_block * region
+        if len(self.blocks) > 1:
+            raise ValueError(
+                f"layer: a traced index needs all layers in one block, got {len(self.blocks)} "
+                f"blocks: use fewer slots, or layers that are not scanned"
+            )
+        return 0, i * region
+
+    def _window_slots(self, b, next_position) -> Int32[Array, " w1"]:
+        b, position = checks.as_int32("b", b), checks.as_int32("next_position", next_position)
+        checks.check_shape("b", b, ())
+        checks.check_shape("next_position", position, ())
+        before = jnp.arange(1 - self.geometry.window, 0, dtype=jnp.int32)
+        positions = jnp.maximum(position + before, -1)
+        return self.geometry.slots(jnp.broadcast_to(b, positions.shape), positions)
+
+
+def _exported(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> ExportedSlot:
+    from pallas_kernels.formats import FORMATS
+
+    try:
+        fmt = FORMATS[metadata["format"]].with_width(int(metadata["width"]))
+        geometry = RingGeometry(int(metadata["window"]), int(metadata["capacity"]))
+        next_position = checks.as_int32("next_position", int(metadata["next_position"]))
+        data = tensors["rows"]
+    except KeyError as error:
+        raise ValueError(f"exported slot: expected an entry {error}, got none") from None
+    if data.dtype != np.uint8:
+        raise ValueError(f"exported slot: expected uint8 rows, got {data.dtype}")
+    checks.check_shape("exported slot", data, (None, geometry.window - 1, fmt.row_bytes))
+    return ExportedSlot(jnp.asarray(data), next_position, geometry, fmt)

@@ -1,0 +1,207 @@
+"""Addresses of one decode or prefill call: built once a step, shared by all layers."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Int, Int32
+
+from pallas_kernels import checks
+from swa_jax.ring import RingGeometry
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeMetadata:
+    """A step that stores T rows of each request and then reads the ring.
+
+    Attributes:
+      positions: int32[B, T], -1 for padding.
+      slots: int32[B * T], where each row is stored; -1 for none.
+      indices: int32[B * T, W], the rows each query reads.
+      geometry: of the ring.
+    """
+
+    positions: Int32[Array, "b t"]
+    slots: Int32[Array, " bt"]
+    indices: Int32[Array, "bt w"]
+    geometry: RingGeometry = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def build(
+        cls, geometry: RingGeometry, state_ids: Int[ArrayLike, " b"], positions: Int[ArrayLike, "b t"]
+    ) -> "DecodeMetadata":
+        """Addresses of one step.
+
+        Args:
+          geometry: of the ring.
+          state_ids: integers[B], each request's state slot; distinct among requests with tokens.
+          positions: integers[B, T]: consecutive for each request, padding (-1) last.
+
+        Raises:
+          ValueError: a wrong shape or dtype; more tokens than the ring holds beside the window;
+            known values that are not consecutive, or give two requests one state slot.
+        """
+        state_ids, positions = checks.as_int32("state_ids", state_ids), checks.as_int32(
+            "positions", positions
+        )
+        checks.check_shape("positions", positions, (None, None))
+        checks.check_shape("state_ids", state_ids, positions.shape[:1])
+        geometry.check_tokens(positions.shape[1])
+        _check_known_values(state_ids, positions)
+        return cls(
+            positions,
+            geometry.slots(state_ids, positions).reshape(-1),
+            geometry.read_indices(state_ids, positions).reshape(-1, geometry.window),
+            geometry,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillMetadata:
+    """A call that reads the old window, attends over old rows and new, and then stores.
+
+    Attributes:
+      positions: int32[B, T], -1 beyond a request's length.
+      window_slots: int32[B, W - 1], the rows before each request's first new position, oldest
+        first; -1 where there is none.
+      slots: int32[B * T], where each row is stored; -1 for padding and for rows that later ones of
+        the same call would overwrite.
+      geometry: of the ring.
+    """
+
+    positions: Int32[Array, "b t"]
+    window_slots: Int32[Array, "b w1"]
+    slots: Int32[Array, " bt"]
+    geometry: RingGeometry = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def build(
+        cls,
+        geometry: RingGeometry,
+        state_ids: Int[ArrayLike, " b"],
+        starts: Int[ArrayLike, " b"],
+        lengths: Int[ArrayLike, " b"],
+        *,
+        max_tokens: int,
+    ) -> "PrefillMetadata":
+        """Addresses of one chunk of each request's prompt. Any number of tokens is allowed.
+
+        Args:
+          geometry: of the ring.
+          state_ids: integers[B], each request's state slot; distinct among requests with tokens.
+          starts: integers[B], the first position of each chunk.
+          lengths: integers[B], tokens of each chunk, 0 to max_tokens.
+          max_tokens: T, the width of the call.
+
+        Raises:
+          ValueError: a wrong shape or dtype; known values that are out of range, or give two
+            requests one state slot.
+        """
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ValueError(f"max_tokens: expected an integer of 1 or more, got {max_tokens!r}")
+        state_ids = checks.as_int32("state_ids", state_ids)
+        checks.check_shape("state_ids", state_ids, (None,))
+        starts, lengths = checks.as_int32("starts", starts), checks.as_int32("lengths", lengths)
+        checks.check_shape("starts", starts, state_ids.shape)
+        checks.check_shape("lengths", lengths, state_ids.shape)
+        _check_known_chunks(starts, lengths, max_tokens)
+        token = jnp.arange(max_tokens, dtype=jnp.int32)[None, :]
+        real = token < lengths[:, None]
+        positions = jnp.where(real, starts[:, None] + token, -1)
+        _check_known_values(state_ids, positions)
+        before = jnp.arange(1 - geometry.window, 0, dtype=jnp.int32)[None, :]
+        old = jnp.where(lengths[:, None] > 0, starts[:, None] + before, -1)
+        survives = token >= lengths[:, None] - geometry.capacity
+        stored = jnp.where(survives, positions, -1)
+        return cls(
+            positions,
+            geometry.slots(state_ids, jnp.maximum(old, -1)),
+            geometry.slots(state_ids, stored).reshape(-1),
+            geometry,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SequenceMetadata:
+    """Whole sequences without a cache, as in training.
+
+    Attributes:
+      positions: int32[B, T], for the rotation; within a segment consecutive. -1 for padding.
+      segment_ids: int32[B, T]: a query sees keys of its own segment only; -1 for padding.
+    """
+
+    positions: Int32[Array, "b t"]
+    segment_ids: Int32[Array, "b t"]
+
+    @classmethod
+    def build(
+        cls,
+        batch: int,
+        tokens: int,
+        positions: Int[ArrayLike, "b t"] | None = None,
+        segment_ids: Int[ArrayLike, "b t"] | None = None,
+    ) -> "SequenceMetadata":
+        """Positions 0 to T - 1 in one segment, unless said otherwise.
+
+        Args:
+          batch: B.
+          tokens: T.
+          positions: integers[B, T].
+          segment_ids: integers[B, T], for rows packed from several sequences.
+
+        Raises:
+          ValueError: a wrong shape or dtype.
+        """
+        shape = (batch, tokens)
+        if positions is None:
+            positions = np.broadcast_to(np.arange(tokens, dtype=np.int32), shape)
+        if segment_ids is None:
+            segment_ids = np.zeros(shape, np.int32)
+        positions = checks.as_int32("positions", positions)
+        segment_ids = checks.as_int32("segment_ids", segment_ids)
+        checks.check_shape("positions", positions, shape)
+        checks.check_shape("segment_ids", segment_ids, shape)
+        padding = (positions < 0) | (segment_ids < 0)
+        return cls(jnp.where(padding, -1, positions), jnp.where(padding, -1, segment_ids))
+
+
+def _known(*arrays: Any) -> list[np.ndarray] | None:
+    """The values of arrays, or None while one of them is traced."""
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return None
+    return [np.asarray(array) for array in arrays]
+
+
+def _check_known_values(state_ids, positions) -> None:
+    known = _known(state_ids, positions)
+    if known is None:
+        return
+    states, places = known
+    real = places >= 0
+    if np.any(real[:, 1:] & ((places[:, 1:] != places[:, :-1] + 1) | ~real[:, :-1])):
+        raise ValueError(
+            f"positions: expected consecutive positions with padding (-1) last, got "
+            f"{places.tolist()}"
+        )
+    live = states[real.any(axis=1) & (states >= 0)]
+    if len(np.unique(live)) != len(live):
+        raise ValueError(
+            f"state_ids: expected distinct state slots among requests with tokens, got "
+            f"{states.tolist()}"
+        )
+
+
+def _check_known_chunks(starts, lengths, max_tokens: int) -> None:
+    known = _known(starts, lengths)
+    if known is None:
+        return
+    starts, lengths = (array.astype(np.int64) for array in known)
+    if np.any((lengths < 0) | (lengths > max_tokens)):
+        raise ValueError(f"lengths: expected 0 to {max_tokens}, got {lengths.tolist()}")
+    if np.any((starts < 0) | (starts + lengths > 2**31)):
+        raise ValueError(f"starts: expected positions within int32, got {starts.tolist()}")
