@@ -15,7 +15,8 @@ def as_int32(name: str, value: ArrayLike) -> Int[Array, "..."]:
 
     Args:
       name: the argument's name, for the message.
-      value: a Python or NumPy integer, or an integer array of any shape; a tracer is taken too.
+      value: a Python or NumPy integer, or an integer array of any shape. A traced array of a
+        wider dtype is cast, as nothing is known of its values.
 
     Returns:
       int32 array of the same shape.
@@ -23,15 +24,15 @@ def as_int32(name: str, value: ArrayLike) -> Int[Array, "..."]:
     Raises:
       ValueError: it is not integer (booleans are not), or a value lies outside int32.
     """
-    dtype = np.asarray(value).dtype if not hasattr(value, "dtype") else value.dtype
+    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
     if not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"{name}: expected integers, got dtype {dtype}")
-    if not isinstance(value, jax.Array):  # concrete: Python or NumPy, where int64 is common
+    if isinstance(value, jax.Array) and dtype == jnp.int32:
+        return value
+    if not isinstance(value, jax.core.Tracer):  # a tracer's values are not known
         values = np.asarray(value)
         if values.size and (values.min() < -(2**31) or values.max() > INT32_MAX):
-            raise ValueError(
-                f"{name}: expected int32 values, got {values.min()} to {values.max()}"
-            )
+            raise ValueError(f"{name}: expected int32 values, got {values.min()} to {values.max()}")
         return jnp.asarray(values.astype(np.int32))
     return value.astype(jnp.int32)
 

@@ -71,12 +71,17 @@ def decode_e4m3(codes: UInt8[Array, "*s"]) -> Float32[Array, "*s"]:
     return half.astype(jnp.float32) * jnp.float32(256.0)
 
 
-def encode_e2m1(x: Float32[Array, "*s"]) -> UInt8[Array, "*s"]:
-    """Nearest-even e2m1 codes (0, 0.5, 1, 1.5, 2, 3, 4, 6), saturating at +-6, in the low nibble."""
+def encode_e2m1(x: Float32[Array, "*s"], scale: Float32[Array, "*#s"]) -> UInt8[Array, "*s"]:
+    """Nearest-even e2m1 codes (0, 0.5, 1, 1.5, 2, 3, 4, 6) of x / scale, saturating at +-6.
+
+    The code is in the low nibble. The scale is an e4m3 number, so its products with the midpoints
+    are exact; a quotient is not, where XLA multiplies by the reciprocal.
+    """
     magnitude = jnp.abs(x)
     # A tie goes to the even code, so a midpoint below an even code belongs to that code.
-    above = [magnitude > 0.25, magnitude >= 0.75, magnitude > 1.25, magnitude >= 1.75]
-    above += [magnitude > 2.5, magnitude >= 3.5, magnitude > 5.0]
+    above = [magnitude > scale * 0.25, magnitude >= scale * 0.75, magnitude > scale * 1.25]
+    above += [magnitude >= scale * 1.75, magnitude > scale * 2.5, magnitude >= scale * 3.5]
+    above += [magnitude > scale * 5.0]
     code = sum(step.astype(jnp.int32) for step in above)
     return (code | ((float_bits(x) >> 28) & 0x8)).astype(jnp.uint8)
 
@@ -88,6 +93,14 @@ def decode_e2m1(codes: UInt8[Array, "*s"]) -> Float32[Array, "*s"]:
     normal = bits_float(((exponent + 126) << 23) | (mantissa << 22))
     value = jnp.where(exponent == 0, mantissa.astype(jnp.float32) * jnp.float32(0.5), normal)
     return jnp.where((codes & 0x8) != 0, -value, value)
+
+
+def divide(a: Float32[Array, "*s"], b: Float32[Array, "*#s"]) -> Float32[Array, "*s"]:
+    """a / b, correctly rounded, where b may be constant or broadcast along the last axis.
+
+    XLA would multiply by the reciprocal of such a divisor, which is wrong in the last bit.
+    """
+    return a / lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
 
 
 def power_of_two_scale(amax: Float32[Array, "*s"], smallest: int) -> Int32[Array, "*s"]:

@@ -79,6 +79,11 @@ class KVCacheFormat:
                 f"scale_dtype: expected it exactly when there are quantised values, got "
                 f"{self.scale_dtype!r} for {self.quantized_elements} values"
             )
+        if (self.quantized_dtype == "e2m1") != (self.scale_dtype == "e4m3"):
+            raise ValueError(
+                f"scale_dtype: expected e4m3 scales for e2m1 values and no others, got "
+                f"{self.scale_dtype!r} for {self.quantized_dtype!r}"
+            )
         if (self.raw_elements > 0) != (self.raw_dtype is not None):
             raise ValueError(
                 f"raw_dtype: expected it exactly when there are raw values, got "
@@ -298,21 +303,22 @@ def _quantize_groups(x, fmt, scale_floor):
         scaled = groups * inverse[..., None]
         scales = exponent.astype(jnp.uint8)
     elif fmt.scale_dtype == "float32":
+        floor, largest = jnp.float32(_FLOOR), jnp.float32(codec.E4M3_MAX)
         if scale_floor == "amax":
-            scale = jnp.maximum(amax, jnp.float32(_FLOOR)) / jnp.float32(codec.E4M3_MAX)
+            scale = codec.divide(jnp.maximum(amax, floor), largest)
         else:
-            scale = jnp.maximum(amax / jnp.float32(codec.E4M3_MAX), jnp.float32(_FLOOR))
-        scaled = groups / scale[..., None]
+            scale = jnp.maximum(codec.divide(amax, largest), floor)
+        scaled = codec.divide(groups, scale[..., None])
         scales = codec.to_bytes(scale)
     else:
+        # Whether XLA divides or multiplies by 1/6 does not matter: amax is a bfloat16, so its sixth
+        # is a tie of two e4m3 codes in both, or far from one.
         scale = amax / jnp.float32(codec.E2M1_MAX)
         scales = codec.encode_e4m3(jnp.maximum(scale, jnp.float32(_FP4_SCALE_FLOOR)))
-        scaled = groups / codec.decode_e4m3(scales)[..., None]
-    scaled = scaled.reshape(x.shape)
-    if fmt.quantized_dtype == "e4m3":
-        return codec.encode_e4m3(scaled), scales
-    codes = codec.encode_e2m1(scaled).reshape(*x.shape[:-1], -1, 2)
-    return codes[..., 0] | (codes[..., 1] << 4), scales
+        codes = codec.encode_e2m1(groups, codec.decode_e4m3(scales)[..., None])
+        codes = codes.reshape(*x.shape[:-1], -1, 2)
+        return codes[..., 0] | (codes[..., 1] << 4), scales
+    return codec.encode_e4m3(scaled.reshape(x.shape)), scales
 
 
 def _dequantize_groups(data, scales, fmt):

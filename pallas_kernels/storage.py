@@ -9,11 +9,13 @@ from jaxtyping import Array, ArrayLike, Bool, Int, Int32, UInt8
 
 from pallas_kernels import checks
 from pallas_kernels.formats import V41, KVCacheFormat, check_format
+from pallas_kernels.serialization import register_serialization
 
 ALIGNMENT = 32
 """Regions start at multiples of this many bytes, and so do slots."""
 
 
+@register_serialization
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVRows:

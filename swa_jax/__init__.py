@@ -11,10 +11,14 @@ from swa_jax import checkpoint as checkpoint
 from swa_jax.cache import RingCache as RingCache
 from swa_jax.config import AttentionConfig as AttentionConfig
 from swa_jax.config import DecoderConfig as DecoderConfig
+from swa_jax.decoding import generate as generate
+from swa_jax.decoding import stream as stream
 from swa_jax.metadata import DecodeMetadata as DecodeMetadata
 from swa_jax.metadata import PrefillMetadata as PrefillMetadata
 from swa_jax.metadata import SequenceMetadata as SequenceMetadata
 from swa_jax.modules import Decoder as Decoder
 from swa_jax.modules import DecoderLayer as DecoderLayer
 from swa_jax.modules import SlidingWindowAttention as SlidingWindowAttention
+from swa_jax.recompute import compare_with_recompute as compare_with_recompute
 from swa_jax.ring import RingGeometry as RingGeometry
+from swa_jax.sampling import Sampling as Sampling

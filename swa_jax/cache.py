@@ -1,61 +1,23 @@
 """RingCache: the rings of all layers of a model, as one immutable value."""
 
 import dataclasses
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import safetensors.numpy
 from jaxtyping import Array, ArrayLike, Int, Int32, UInt8
 
 from pallas_kernels import V41, KVCacheFormat, KVRows, checks, load_rows, store_rows
 from pallas_kernels.formats import check_format
+from pallas_kernels.serialization import register_serialization
 from pallas_kernels.storage import region_bytes
+from swa_jax.exported import ExportedSlot
 from swa_jax.ring import RingGeometry
 
 MAX_BLOCK_BYTES = 2**31 - 1
 """Blocks stay below 2 GiB, where 32-bit byte offsets end."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ExportedSlot:
-    """The rows a request needs to go on: what `RingCache.export_slot` takes out.
-
-    Attributes:
-      data: uint8[layers, W - 1, row_bytes], the rows before next_position, oldest first; zeros
-        where there is none. Equal prefixes give equal bytes.
-      next_position: int32 scalar, the position at which the request goes on.
-      geometry: of the ring it was taken from.
-      fmt: the rows' format.
-    """
-
-    data: UInt8[Array, "layers w1 row_bytes"]
-    next_position: Int32[Array, ""]
-    geometry: RingGeometry = dataclasses.field(metadata={"static": True})
-    fmt: KVCacheFormat = dataclasses.field(metadata={"static": True})
-
-    def to_bytes(self) -> bytes:
-        """The rows and what identifies them, in the safetensors format."""
-        metadata = {
-            "window": str(self.geometry.window),
-            "capacity": str(self.geometry.capacity),
-            "format": self.fmt.name,
-            "width": str(self.fmt.num_elements),
-            "next_position": str(int(self.next_position)),
-        }
-        return safetensors.numpy.save({"rows": np.asarray(self.data)}, metadata)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "ExportedSlot":
-        """The inverse of `to_bytes`. Raises ValueError for anything else."""
-        from swa_jax.checkpoint import read_safetensors
-
-        tensors, metadata = read_safetensors(data)
-        return _exported(tensors, metadata)
-
-
+@register_serialization
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RingCache:
@@ -262,19 +224,3 @@ class RingCache:
         before = jnp.arange(1 - self.geometry.window, 0, dtype=jnp.int32)
         positions = jnp.maximum(position + before, -1)
         return self.geometry.slots(jnp.broadcast_to(b, positions.shape), positions)
-
-
-def _exported(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> ExportedSlot:
-    from pallas_kernels.formats import FORMATS
-
-    try:
-        fmt = FORMATS[metadata["format"]].with_width(int(metadata["width"]))
-        geometry = RingGeometry(int(metadata["window"]), int(metadata["capacity"]))
-        next_position = checks.as_int32("next_position", int(metadata["next_position"]))
-        data = tensors["rows"]
-    except KeyError as error:
-        raise ValueError(f"exported slot: expected an entry {error}, got none") from None
-    if data.dtype != np.uint8:
-        raise ValueError(f"exported slot: expected uint8 rows, got {data.dtype}")
-    checks.check_shape("exported slot", data, (None, geometry.window - 1, fmt.row_bytes))
-    return ExportedSlot(jnp.asarray(data), next_position, geometry, fmt)

@@ -5,16 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
-import safetensors.numpy
 from jaxtyping import Array
 
 from swa_jax.attention import parameter_shapes
 from swa_jax.config import AttentionConfig
+from swa_jax.files import read_safetensors, write_safetensors
 
 # Parameter: tensors that make it up, stacked along the first axis, by each convention.
 _HUGGING_FACE = {
@@ -99,16 +97,16 @@ def save_params(
       dtype: dtype to cast floating arrays of more than one axis to, such as "bfloat16"; vectors
         (norm weights, sinks) stay as they are. None: as they are.
     """
-    flat = flax.traverse_util.flatten_dict(dict(params), sep=".")
     arrays = {}
-    for name, value in flat.items():
+    for keys, value in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(keys, simple=True, separator=".")
         array = np.asarray(jax.device_get(value))
         if dtype is not None and array.ndim > 1 and jnp.issubdtype(array.dtype, jnp.floating):
             array = array.astype(jnp.dtype(dtype))
         arrays[name] = np.ascontiguousarray(array)
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
-    partial.write_bytes(safetensors.numpy.save(arrays, dict(metadata or {})))
+    partial.write_bytes(write_safetensors(arrays, metadata or {}))
     os.replace(partial, target)
 
 
@@ -126,22 +124,13 @@ def load_params(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str,
       OSError: it cannot be read.
     """
     tensors, metadata = read_safetensors(Path(path).read_bytes(), str(path))
-    return flax.traverse_util.unflatten_dict(tensors, sep="."), metadata
-
-
-def read_safetensors(
-    data: bytes, name: str = "data"
-) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Tensors and metadata of a safetensors file's bytes.
-
-    Raises:
-      ValueError: the bytes are not a whole safetensors file.
-    """
-    import json
-
-    try:
-        tensors = safetensors.numpy.load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    except (safetensors.SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(f"{name}: expected a whole safetensors file, got {error}") from None
-    return tensors, header.get("__metadata__", {})
+    tree: dict[str, Any] = {}
+    for name, array in tensors.items():
+        *parents, leaf = name.split(".")
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+            if not isinstance(branch, dict):
+                raise ValueError(f"{path}: expected {name!r} to lie in a tree, got two kinds of it")
+        branch[leaf] = array
+    return tree, metadata

@@ -9,9 +9,11 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Int, Int32
 
 from pallas_kernels import checks
+from pallas_kernels.serialization import register_serialization
 from swa_jax.ring import RingGeometry
 
 
+@register_serialization
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeMetadata:
@@ -59,6 +61,7 @@ class DecodeMetadata:
         )
 
 
+@register_serialization
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefillMetadata:
@@ -125,6 +128,7 @@ class PrefillMetadata:
         )
 
 
+@register_serialization
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SequenceMetadata:

@@ -2,7 +2,8 @@
 
 One request owns one state slot of S rows. Position p of state slot b lives in flattened slot
 b * S + p % S, and nothing else records a position: what a query sees follows from its own position.
-Flattened slots count rows; they are neither byte offsets nor array axes.
+Flattened slots count rows; they are neither byte offsets nor array axes. The rules are those of
+the DeepInfer serving engine, "the engine" below.
 """
 
 import dataclasses
@@ -57,7 +58,7 @@ class RingGeometry:
         """The ring that a server with this draft configuration allocates.
 
         S = window + max(backtracking_override, draft_tokens + 1); with prefill extra state on,
-        plus prefill_extra_size, and then, with truncation on, plus yoco_keep_tokens.
+        plus prefill_extra_size and, if truncation is on as well, yoco_keep_tokens.
 
         Args:
           window: W, rows a query may read, its own included.
@@ -75,7 +76,7 @@ class RingGeometry:
         Raises:
           ValueError: for anything but non-negative ints and, for the two switches, bools.
 
-        The rule is the serving engine's own allocation of its inference ring.
+        The engine's own rule for its inference ring.
         """
         window = _checked_int("window", window, 1)
         drafts = _checked_int("draft_tokens", draft_tokens, 0)

@@ -10,11 +10,13 @@ from pallas_kernels import checks, dispatch
 from pallas_kernels.formats import KVCacheFormat, check_format
 from pallas_kernels.fused_store import check_rotation
 from pallas_kernels.indexed_attention import xla
+from pallas_kernels.serialization import register_serialization
 from pallas_kernels.storage import KVRows, check_rows
 
 _IMPLEMENTATIONS = {"xla": xla.indexed_attention}
 
 
+@register_serialization
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExtraKV:

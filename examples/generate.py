@@ -1,0 +1,267 @@
+"""Continues a text with the byte model, through the ring cache of 528-byte rows.
+
+    python examples/generate.py
+    python examples/generate.py 'import json\n\n\nclass Store:\n'
+    python examples/generate.py --evaluate FILE
+"""
+
+import argparse
+import codecs
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import byte_text
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from byte_evaluation import evaluate, print_table
+
+import swa_jax as swa
+
+WEIGHTS = Path(__file__).parent / "data" / "bytes.safetensors"
+PROMPT = """import os
+import sys
+import json
+import collections
+
+
+class Registry:
+    \"\"\"Names and the objects they stand for.\"\"\"
+
+    def __init__(self, names):
+"""
+
+
+def load_model(path: Path) -> tuple[swa.Decoder, dict]:
+    """The byte model of a file written by train_bytes.py.
+
+    Args:
+      path: a safetensors file whose header holds the configuration.
+
+    Returns:
+      The decoder and its variables, in float32.
+
+    Raises:
+      ValueError: the file is not such a file, or is cut short.
+      OSError: it cannot be read.
+    """
+    params, metadata = swa.checkpoint.load_params(path)
+    if "config" not in metadata:
+        raise ValueError(f"{path}: expected a header entry 'config', got {sorted(metadata)}")
+    model = swa.Decoder(swa.DecoderConfig.from_json(metadata["config"]))
+    variables = {"params": jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)}
+    boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    expected = nn.meta.unbox(boxed)
+    want = {name: leaf.shape for name, leaf in _named(expected)}
+    got = {name: leaf.shape for name, leaf in _named(variables)}
+    if want != got:
+        wrong = sorted(name for name in want | got if want.get(name) != got.get(name))
+        raise ValueError(f"{path}: expected other tensors for its configuration: {wrong[:5]}")
+    return model, variables
+
+
+def continue_text(
+    model: swa.Decoder,
+    variables: dict,
+    prompt: bytes,
+    *,
+    max_new_bytes: int,
+    sampling: swa.Sampling,
+    show: bool,
+) -> dict:
+    """Generates, streams and reports.
+
+    Args:
+      model: the decoder.
+      variables: its parameters.
+      prompt: any bytes, not empty.
+      max_new_bytes: bytes to generate at most; an end of file ends them earlier.
+      sampling: of one request.
+      show: write prompt and text to standard output as they come.
+
+    Returns:
+      The report: text, equals_recompute and the rest, under plain names.
+    """
+    prompt_tokens = [byte_text.BOUNDARY, *prompt]
+    blocks = swa.stream(
+        model,
+        variables,
+        [prompt_tokens],
+        max_new_tokens=max_new_bytes,
+        sampling=sampling,
+        stop_tokens=[byte_text.BOUNDARY],
+        block_steps=25,
+    )
+    write = codecs.getincrementaldecoder("utf-8")("replace").decode
+    if show:
+        print(write(prompt), end="", flush=True)
+    tokens: list[int] = []
+    started, timed = 0.0, 0
+    for number, (new,) in enumerate(blocks):
+        tokens += new
+        if number > 1:  # the prefill and the first block include their compilation
+            timed += len(new)
+        elif number == 1:
+            started = time.perf_counter()
+        if show:
+            print(write(bytes(new)), end="", flush=True)
+    seconds = time.perf_counter() - started
+    if show:
+        print(write(b"", True))
+    config = model.config
+    visible = min(len(prompt_tokens) + max(len(tokens) - 1, 0), config.geometry.window)
+    cache = jax.eval_shape(
+        lambda: swa.RingCache.create(1, config.num_layers, config.geometry, config.fmt)
+    )
+    report = {
+        "text": bytes(tokens).decode("utf-8", "replace"),
+        "bytes_generated": len(tokens),
+        "tokens_per_second": timed / seconds if timed else None,
+        "cache_bytes": cache.nbytes,
+        "row_bytes": config.fmt.row_bytes,
+        "layers": config.num_layers,
+        "rows_visible": visible,
+        "rows_allocated": config.geometry.capacity,
+        "equals_recompute": None,
+    }
+    if tokens:
+        found = swa.compare_with_recompute(model, variables, prompt_tokens, tokens, sampling)
+        report |= {
+            "equals_recompute": found.equal,
+            "ties": found.ties,
+            "differing": found.differing,
+            "largest_logit_difference": found.largest_logit_difference,
+            "largest_logit": found.largest_logit,
+        }
+    return report
+
+
+def print_report(report: dict) -> None:
+    """The report in a few lines on standard error, apart from the text."""
+    speed = report["tokens_per_second"]
+    lines = [
+        f"{report['bytes_generated']} bytes"
+        + ("" if speed is None else f", {speed:,.0f} bytes/s after the first block"),
+        f"cache {report['cache_bytes']:,} bytes: {report['layers']} layers of "
+        f"{report['rows_allocated']} rows of {report['row_bytes']} bytes, "
+        f"{report['rows_visible']} of them visible",
+    ]
+    if report["equals_recompute"] is None:
+        lines.append("nothing was generated, so there is nothing to compare with a recompute")
+    else:
+        verdict = "equal those" if report["equals_recompute"] else "DIFFER from those"
+        lines.append(
+            f"the tokens {verdict} of a full recompute without a cache: {report['ties']} ties, "
+            f"{report['differing']} differing, largest logit difference "
+            f"{report['largest_logit_difference']:.2g} of {report['largest_logit']:.3g}"
+        )
+    print("\n" + "\n".join(lines), file=sys.stderr)
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="generate.py",
+        description="Continues a text with the byte model, through the ring cache.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("prompt", nargs="?", metavar="PROMPT",
+        help="text to continue; by default the start of a Python file")  # fmt: skip
+    add("--file", type=Path, help="take the prompt from a file; it may be longer than the window")
+    add("--bytes", type=int, default=200, metavar="N", help="bytes to generate")
+    add("--temperature", type=float, default=0.7, help="0 takes the likeliest byte each time")
+    add("--top-k", type=int, default=0, help="only the K likeliest bytes; 0: all")
+    add("--top-p", type=float, default=1.0, help="only the likeliest bytes up to this probability")
+    add("--seed", type=int, default=0, help="of the sampling")
+    add("--weights", type=Path, default=WEIGHTS, help="file written by train_bytes.py")
+    add("--report", type=Path, metavar="FILE", help="write the report as JSON")
+    add("--quiet", action="store_true", help="only the report")
+    add("--evaluate", type=Path, metavar="FILE",
+        help="instead: bits per byte of a file, through ring and recompute, by window and "
+        "row format")  # fmt: skip
+    add("--evaluate-held-out", action="store_true",
+        help="instead: the same for the held-out modules of this Python's standard "
+        "library")  # fmt: skip
+    options = parser.parse_args(arguments)
+    if options.prompt is not None and options.file is not None:
+        parser.error("expected a PROMPT or --file, got both")
+    if options.bytes < 1:
+        parser.error(f"argument --bytes: expected 1 or more, got {options.bytes}")
+    if options.seed < 0:
+        parser.error(f"argument --seed: expected 0 or more, got {options.seed}")
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command line; returns the exit status."""
+    options = parse_arguments(arguments)
+    try:
+        model, variables = load_model(options.weights)
+        if options.evaluate is not None or options.evaluate_held_out:
+            if options.evaluate_held_out:
+                tokens = byte_text.load_corpus()[1].tokens
+            else:
+                text = _read(options.evaluate)
+                tokens = byte_text.make_split({options.evaluate.name: text}).tokens
+            results = evaluate(model.config, variables, tokens)
+            print_table(results)
+            _write_report(options.report, results)
+            return 0
+        prompt = PROMPT.encode() if options.prompt is None else options.prompt.encode()
+        if options.file is not None:
+            prompt = _read(options.file)
+        if not prompt:
+            raise ValueError("prompt: expected at least one byte, got none")
+        sampling = swa.Sampling.build(
+            1,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            keys=jax.random.key(options.seed)[None],
+        )
+        report = continue_text(
+            model,
+            variables,
+            prompt,
+            max_new_bytes=options.bytes,
+            sampling=sampling,
+            show=not options.quiet,
+        )
+        _write_report(options.report, report)
+    except (OSError, ValueError) as error:
+        _fail(error)
+    print_report(report)
+    return 0 if report["equals_recompute"] in (True, None) else 1
+
+
+def _named(tree) -> list:
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in pairs]
+
+
+def _read(path: Path) -> bytes:
+    text = path.read_bytes()
+    if not text:
+        raise ValueError(f"{path}: expected at least one byte, got an empty file")
+    return text
+
+
+def _write_report(path: Path | None, report: dict) -> None:
+    if path is not None:
+        path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _fail(error: Exception) -> NoReturn:
+    text = " ".join(str(error).split())
+    print(f"generate.py: error: {text}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,49 @@
+"""Registers pytrees for programs that jax.export saves, with what is static in them as JSON."""
+
+import dataclasses
+import json
+from typing import Any, TypeVar
+
+from jax import export
+
+T = TypeVar("T")
+
+
+def register_serialization(cls: type[T]) -> type[T]:
+    """Class decorator: lets a saved program take and return values of a registered dataclass.
+
+    A program saved with `jax.export` names the types of its arguments and results; one that is not
+    registered cannot be saved. Nothing in the file is code.
+
+    Args:
+      cls: a dataclass registered with `jax.tree_util.register_dataclass`, whose static fields are
+        ints or dataclasses of JSON's own types.
+
+    Returns:
+      The class.
+    """
+    static = [field for field in dataclasses.fields(cls) if field.metadata.get("static")]
+
+    def serialize(values: tuple[Any, ...]) -> bytes:
+        plain = [dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for v in values]
+        return json.dumps(
+            {field.name: value for field, value in zip(static, plain, strict=True)}
+        ).encode()
+
+    def deserialize(data: bytes) -> tuple[Any, ...]:
+        plain = json.loads(data)
+        return tuple(
+            field.type(**plain[field.name])
+            if dataclasses.is_dataclass(field.type)
+            else field.type(plain[field.name])
+            for field in static
+        )
+
+    # The package's name and not the module's: moving a class keeps saved programs.
+    export.register_pytree_node_serialization(
+        cls,
+        serialized_name=f"{cls.__module__.partition('.')[0]}.{cls.__name__}",
+        serialize_auxdata=serialize,
+        deserialize_auxdata=deserialize,
+    )
+    return cls

@@ -1,0 +1,406 @@
+"""Jitted loops over a ring cache: prefill in chunks, decode in blocks of steps, replay, generate."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, ArrayLike, Float32, Int32
+from tqdm import tqdm
+
+from pallas_kernels import checks
+from pallas_kernels.serialization import register_serialization
+from swa_jax.cache import RingCache
+from swa_jax.metadata import DecodeMetadata, PrefillMetadata
+from swa_jax.modules import Decoder
+from swa_jax.sampling import Sampling, sample
+
+Params = dict
+
+
+@register_serialization
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """B requests in the middle of decoding: an immutable value, donated from step to step.
+
+    Attributes:
+      cache: the rings.
+      state_ids: int32[B], each request's state slot.
+      positions: int32[B], the position at which each request goes on.
+      tokens: int32[B], the token chosen for it, which no row stands for yet.
+      remaining: int32[B], tokens still to be chosen; 0: the request has finished.
+      oldest: int32[B], the lowest position whose row the ring was given.
+      highest: int32[B], the highest position stored so far; rows beyond it are free.
+      stop_tokens: int32[B, n], tokens that end a request; -1 for none.
+      sampling: how tokens are chosen.
+    """
+
+    cache: RingCache
+    state_ids: Int32[Array, " b"]
+    positions: Int32[Array, " b"]
+    tokens: Int32[Array, " b"]
+    remaining: Int32[Array, " b"]
+    oldest: Int32[Array, " b"]
+    highest: Int32[Array, " b"]
+    stop_tokens: Int32[Array, "b n"]
+    sampling: Sampling
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames=("cache", "last"))
+def prefill_chunk(
+    model: Decoder,
+    params: Params,
+    cache: RingCache,
+    last: Float32[Array, "b hidden"],
+    state_ids: Int32[Array, " b"],
+    tokens: Int32[Array, "b t"],
+    starts: Int32[Array, " b"],
+    lengths: Int32[Array, " b"],
+) -> tuple[RingCache, Float32[Array, "b hidden"]]:
+    """One chunk of each request's prompt. The cache is donated.
+
+    Args:
+      model: the decoder.
+      params: its variables.
+      cache: the rings.
+      last: [B, hidden], hidden states of each request's last token so far.
+      state_ids: int32[B].
+      tokens: int32[B, T].
+      starts: int32[B], positions of the first tokens.
+      lengths: int32[B], tokens of each request in this chunk; 0: none.
+
+    Returns:
+      The new cache and the new `last`.
+    """
+    meta = PrefillMetadata.build(
+        cache.geometry, state_ids, starts, lengths, max_tokens=tokens.shape[1]
+    )
+    hidden, cache = model.apply(params, tokens, cache, meta)
+    end = jnp.maximum(lengths - 1, 0)[:, None, None]
+    newest = jnp.take_along_axis(hidden, end, axis=1)[:, 0]
+    return cache, jnp.where(lengths[:, None] > 0, newest, last)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "steps"), donate_argnames="state")
+def decode_block(
+    model: Decoder, params: Params, state: DecodeState, steps: int
+) -> tuple[DecodeState, Int32[Array, "b steps"]]:
+    """Decodes a block of steps without a word to the host. The state is donated.
+
+    Args:
+      model: the decoder.
+      params: its variables.
+      state: the requests; finished ones store nothing and choose nothing.
+      steps: tokens to choose for each.
+
+    Returns:
+      The new state; int32[B, steps], the chosen tokens, -1 from a request's stop token on.
+    """
+
+    def step(state: DecodeState, _):
+        live = state.remaining > 0
+        place = jnp.where(live, state.positions, -1)
+        logits, cache = _decode_step(model, params, state.cache, state.state_ids, state.tokens, place)
+        following = state.positions + 1
+        token = sample(logits, following, state.sampling)
+        stops = jnp.any(token[:, None] == state.stop_tokens, axis=1)
+        state = dataclasses.replace(
+            state,
+            cache=cache,
+            positions=jnp.where(live, following, state.positions),
+            tokens=jnp.where(live, token, state.tokens),
+            remaining=jnp.where(live & ~stops, state.remaining - 1, 0),
+            highest=jnp.maximum(state.highest, place),
+        )
+        return state, jnp.where(live & ~stops, token, -1)
+
+    state, tokens = lax.scan(step, state, length=steps)
+    return state, tokens.T
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
+def replay(
+    model: Decoder,
+    params: Params,
+    cache: RingCache,
+    state_ids: Int32[Array, " b"],
+    tokens: Int32[Array, "b n"],
+    starts: Int32[Array, " b"],
+) -> tuple[Float32[Array, "b n vocab"], RingCache]:
+    """Scores of known tokens, decoded one by one through the ring. The cache is donated.
+
+    Args:
+      model: the decoder.
+      params: its variables.
+      cache: the rings, with everything before `starts` stored.
+      state_ids: int32[B].
+      tokens: int32[B, n]; -1 is padding, last.
+      starts: int32[B], positions of the first tokens.
+
+    Returns:
+      float32[B, n, vocab], entry i scores the token after token i; and the new cache.
+    """
+
+    def step(carry, column):
+        cache, position = carry
+        place = jnp.where(column >= 0, position, -1)
+        logits, cache = _decode_step(model, params, cache, state_ids, column, place)
+        return (cache, position + 1), logits
+
+    (cache, _), logits = lax.scan(step, (cache, starts), tokens.T)
+    return jnp.swapaxes(logits, 0, 1), cache
+
+
+def prefill(
+    model: Decoder,
+    params: Params,
+    cache: RingCache,
+    state_ids: ArrayLike,
+    prompts: Sequence[Sequence[int]],
+    *,
+    chunk: int = 256,
+) -> tuple[RingCache, Float32[Array, "b hidden"]]:
+    """Puts whole prompts of any lengths into empty state slots, chunk by chunk.
+
+    Args:
+      model: the decoder.
+      params: its variables.
+      cache: the rings; donated.
+      state_ids: integers[B], distinct state slots.
+      prompts: B sequences of token ids (bytes count as such), of any lengths but 0.
+      chunk: most tokens of a request in one call. One compilation per (B, T); T is `chunk`, or the
+        next power of two for shorter prompts.
+
+    Returns:
+      The new cache, and the hidden states of each prompt's last token.
+
+    Raises:
+      ValueError: no prompt, an empty one, or token ids out of range.
+    """
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"chunk: expected an integer of 1 or more, got {chunk!r}")
+    rows = [_token_row(model, i, prompt) for i, prompt in enumerate(prompts)]
+    if not rows:
+        raise ValueError("prompts: expected at least one prompt, got none")
+    state_ids = checks.as_int32("state_ids", state_ids)
+    checks.check_shape("state_ids", state_ids, (len(rows),))
+    longest = max(map(len, rows))
+    width = min(chunk, 1 << (longest - 1).bit_length())
+    dtype = model.config.layers[0].dtype
+    last = jnp.zeros((len(rows), model.config.hidden_size), dtype)
+    for start in range(0, longest, width):
+        lengths = np.array([min(max(len(row) - start, 0), width) for row in rows], np.int32)
+        tokens = np.zeros((len(rows), width), np.int32)
+        for i, row in enumerate(rows):
+            tokens[i, : lengths[i]] = row[start : start + width]
+        starts = np.full(len(rows), start, np.int32)
+        cache, last = prefill_chunk(model, params, cache, last, state_ids, tokens, starts, lengths)
+    return cache, last
+
+
+def begin(
+    model: Decoder,
+    params: Params,
+    cache: RingCache,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int],
+    sampling: Sampling,
+    stop_tokens: Sequence[int] = (),
+    chunk: int = 256,
+) -> DecodeState:
+    """Prefills prompts into the first state slots and chooses each request's first token.
+
+    Args:
+      model: the decoder.
+      params: its variables.
+      cache: the rings, at least as many slots as prompts; donated.
+      prompts: as in `prefill`.
+      max_new_tokens: tokens to choose, for all requests or for each, 1 or more.
+      sampling: how tokens are chosen.
+      stop_tokens: token ids that end a request.
+      chunk: as in `prefill`.
+
+    Raises:
+      ValueError: as `prefill`, or too few slots, or a limit below 1.
+    """
+    batch = len(prompts)
+    if batch > cache.slots:
+        raise ValueError(f"cache: expected at least {batch} state slots, got {cache.slots}")
+    limits = np.broadcast_to(np.asarray(max_new_tokens), (batch,))
+    if limits.dtype.kind not in "iu" or np.any(limits < 1):
+        raise ValueError(f"max_new_tokens: expected integers of 1 or more, got {max_new_tokens}")
+    state_ids = np.arange(batch, dtype=np.int32)
+    cache, last = prefill(model, params, cache, state_ids, prompts, chunk=chunk)
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    stops = np.broadcast_to(np.asarray([-1, *stop_tokens], np.int32), (batch, 1 + len(stop_tokens)))
+    return _begin(
+        model, params, cache, last, state_ids, lengths, limits.astype(np.int32), stops, sampling
+    )
+
+
+def rollback(state: DecodeState, positions: ArrayLike, tokens: ArrayLike) -> DecodeState:
+    """Requests that go on from earlier positions with other tokens.
+
+    Nothing is copied: rows of the positions given up are overwritten as the requests go on.
+
+    Args:
+      state: the requests.
+      positions: integers[B], where each request goes on; its present position to stay.
+      tokens: integers[B], the token at that position.
+
+    Returns:
+      The new state; the old one stays valid until it is donated.
+
+    Raises:
+      ValueError: a position later than the present one, or farther back than the ring holds: more
+        than capacity - window before the highest position stored, or before rows that were
+        imported. A snapshot or a new prefill reaches those.
+    """
+    positions = checks.as_int32("positions", positions)
+    tokens = checks.as_int32("tokens", tokens)
+    for name, value in (("positions", positions), ("tokens", tokens)):
+        checks.check_shape(name, value, state.positions.shape)
+    geometry = state.cache.geometry
+    new, now = np.asarray(positions), np.asarray(state.positions)
+    lowest = np.asarray(state.highest) - geometry.max_rollback
+    complete = np.maximum(new - (geometry.window - 1), 0) >= np.asarray(state.oldest)
+    if np.any((new > now) | (new < lowest) | (new < 0) | ~complete):
+        raise ValueError(
+            f"positions: expected at most {geometry.max_rollback} (capacity {geometry.capacity} - "
+            f"window {geometry.window}) before the highest stored positions "
+            f"{np.asarray(state.highest).tolist()}, within rows that were stored, and not after "
+            f"{now.tolist()}; got {new.tolist()}. Go back farther with a snapshot or a new prefill"
+        )
+    return dataclasses.replace(state, positions=positions, tokens=tokens)
+
+
+def stream(
+    model: Decoder,
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int],
+    sampling: Sampling | None = None,
+    stop_tokens: Sequence[int] = (),
+    block_steps: int = 32,
+    prefill_chunk: int = 256,
+) -> Iterator[list[list[int]]]:
+    """Generates text block by block.
+
+    Args:
+      model: the decoder.
+      params: its variables.
+      prompts: B sequences of token ids, of any lengths but 0.
+      max_new_tokens: for all requests or for each.
+      sampling: how tokens are chosen; greedy by default.
+      stop_tokens: token ids that end a request; they are not part of the result.
+      block_steps: tokens per request between two words to the host.
+      prefill_chunk: most tokens of a prompt in one call.
+
+    Yields:
+      The new tokens of each request, after the prefill and after each block.
+
+    Raises:
+      ValueError: an empty prompt, a token id or a limit out of range.
+    """
+    if isinstance(block_steps, bool) or not isinstance(block_steps, int) or block_steps < 1:
+        raise ValueError(f"block_steps: expected an integer of 1 or more, got {block_steps!r}")
+    if not prompts:
+        raise ValueError("prompts: expected at least one prompt, got none")
+    config = model.config
+    cache = RingCache.create(len(prompts), config.num_layers, config.geometry, config.fmt)
+    state = begin(
+        model,
+        params,
+        cache,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling.build(len(prompts)) if sampling is None else sampling,
+        stop_tokens=stop_tokens,
+        chunk=prefill_chunk,
+    )
+    first = np.asarray(state.tokens)
+    stopped = np.any(first[:, None] == np.asarray(state.stop_tokens), axis=1)
+    yield [[] if stop else [int(token)] for token, stop in zip(first, stopped, strict=True)]
+    while np.any(np.asarray(state.remaining) > 0):
+        state, tokens = decode_block(model, params, state, block_steps)
+        yield [row[row >= 0].tolist() for row in np.asarray(tokens)]
+
+
+def generate(
+    model: Decoder,
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int],
+    sampling: Sampling | None = None,
+    stop_tokens: Sequence[int] = (),
+    block_steps: int = 32,
+    prefill_chunk: int = 256,
+    progress: bool = False,
+) -> list[list[int]]:
+    """Generates the continuation of each prompt. Arguments as `stream`.
+
+    Args:
+      progress: show a progress bar on standard error.
+
+    Returns:
+      The new tokens of each request, without prompt and stop token.
+    """
+    blocks = stream(
+        model,
+        params,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_tokens=stop_tokens,
+        block_steps=block_steps,
+        prefill_chunk=prefill_chunk,
+    )
+    total = int(np.sum(np.broadcast_to(np.asarray(max_new_tokens), (len(prompts),))))
+    results: list[list[int]] = [[] for _ in prompts]
+    with tqdm(total=total, unit="token", disable=not progress) as bar:
+        for block in blocks:
+            for result, new in zip(results, block, strict=True):
+                result.extend(new)
+            bar.update(sum(map(len, block)))
+    return results
+
+
+def _decode_step(model, params, cache, state_ids, tokens, positions):
+    """Scores after one token of each request; a position of -1 does nothing."""
+    meta = DecodeMetadata.build(cache.geometry, state_ids, positions[:, None])
+    hidden, cache = model.apply(params, tokens[:, None], cache, meta)
+    return model.apply(params, hidden[:, 0], method="logits"), cache
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
+def _begin(model, params, cache, last, state_ids, lengths, limits, stop_tokens, sampling):
+    token = sample(model.apply(params, last, method="logits"), lengths, sampling)
+    stops = jnp.any(token[:, None] == stop_tokens, axis=1)
+    return DecodeState(
+        cache=cache,
+        state_ids=state_ids,
+        positions=lengths,
+        tokens=token,
+        remaining=jnp.where(stops, 0, limits - 1),
+        oldest=jnp.zeros_like(lengths),
+        highest=lengths - 1,
+        stop_tokens=stop_tokens,
+        sampling=sampling,
+    )
+
+
+def _token_row(model: Decoder, i: int, prompt: Sequence[int]) -> np.ndarray:
+    row = np.frombuffer(prompt, np.uint8) if isinstance(prompt, bytes) else np.asarray(prompt)
+    if row.ndim != 1 or row.size == 0:
+        raise ValueError(f"prompts[{i}]: expected at least one token, got shape {row.shape}")
+    limit = model.config.vocab_size
+    if row.dtype.kind not in "iu" or row.min() < 0 or row.max() >= limit:
+        raise ValueError(f"prompts[{i}]: expected token ids from 0 to {limit - 1}, got {prompt!r}")
+    return row.astype(np.int32)

@@ -1,0 +1,150 @@
+"""Samplers: vocabulary scores into token ids, each request with its own settings and key."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int32, Key
+
+from pallas_kernels import checks
+from pallas_kernels.serialization import register_serialization
+
+
+@register_serialization
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How each of B requests chooses its tokens.
+
+    Attributes:
+      temperature: float32[B]; 0 takes the best token.
+      top_k: int32[B], only the k best tokens; 0: all.
+      top_p: float32[B], only the best tokens that together reach this probability; 1: all.
+      keys: B random keys. The noise of a token depends on its request's key and its position only,
+        so a request gets the same tokens whatever runs beside it.
+    """
+
+    temperature: Float32[Array, " b"]
+    top_k: Int32[Array, " b"]
+    top_p: Float32[Array, " b"]
+    keys: Key[Array, " b"]
+
+    @classmethod
+    def build(
+        cls,
+        batch: int,
+        *,
+        temperature: ArrayLike = 0.0,
+        top_k: ArrayLike = 0,
+        top_p: ArrayLike = 1.0,
+        keys: Key[Array, " b"] | None = None,
+    ) -> "Sampling":
+        """Settings of B requests from scalars or one value each.
+
+        Args:
+          batch: B.
+          temperature: number or [B], 0 or more.
+          top_k: integer or [B], 0 or more.
+          top_p: number or [B], above 0 and at most 1.
+          keys: B keys of `jax.random.key`; by default folded from key 0.
+
+        Raises:
+          ValueError: a wrong shape or a known value out of range.
+        """
+        temperature = _per_request("temperature", batch, temperature, 0.0, np.inf)
+        top_p = _per_request("top_p", batch, top_p, np.finfo(np.float32).tiny, 1.0)
+        top_k = checks.as_int32("top_k", top_k)
+        if top_k.ndim == 0:
+            top_k = jnp.broadcast_to(top_k, (batch,))
+        checks.check_shape("top_k", top_k, (batch,))
+        if not isinstance(top_k, jax.core.Tracer) and np.any(np.asarray(top_k) < 0):
+            raise ValueError(f"top_k: expected 0 or more, got {np.asarray(top_k).tolist()}")
+        if keys is None:
+            keys = request_keys(jax.random.key(0), batch)
+        if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.shape != (batch,):
+            raise ValueError(
+                f"keys: expected {batch} keys of jax.random.key, got {keys.dtype}{keys.shape}"
+            )
+        return cls(temperature, top_k, top_p, keys)
+
+
+def request_keys(key: Key[Array, ""], batch: int) -> Key[Array, " b"]:
+    """A key for each of `batch` requests; the i-th does not depend on how many there are."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch, dtype=jnp.uint32))
+
+
+def allowed_tokens(
+    logits: Float32[Array, "b v"], sampling: Sampling
+) -> Bool[Array, "b v"]:
+    """The tokens that top-k and top-p leave: at least the best one.
+
+    top-p counts probabilities at the request's temperature.
+    """
+
+    def ranked(logits):
+        order = jnp.argsort(logits, axis=-1, descending=True)
+        heat = jnp.where(sampling.temperature > 0, sampling.temperature, jnp.float32(1))
+        scores = jnp.take_along_axis(logits, order, axis=-1) / heat[:, None]
+        probability = jax.nn.softmax(scores, axis=-1)
+        before = jnp.cumsum(probability, axis=-1) - probability
+        rank = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, :]
+        limit = jnp.where(sampling.top_k > 0, sampling.top_k, logits.shape[-1])
+        keep = (rank < limit[:, None]) & (before < sampling.top_p[:, None])
+        keep = keep | (rank == 0)
+        return jnp.take_along_axis(keep, jnp.argsort(order, axis=-1), axis=-1)
+
+    restricted = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1))
+    return lax.cond(restricted, ranked, lambda logits: jnp.ones(logits.shape, bool), logits)
+
+
+def perturbed_scores(
+    logits: Float32[Array, "b v"], positions: Int32[Array, " b"], sampling: Sampling
+) -> Float32[Array, "b v"]:
+    """Scores whose largest entry is the sampled token: logits / temperature + Gumbel noise.
+
+    Args:
+      logits: float32[B, V].
+      positions: int32[B], the positions of the tokens to choose.
+      sampling: settings; where the temperature is 0 the scores are the logits.
+    """
+
+    def noise(key, position):
+        return jax.random.gumbel(jax.random.fold_in(key, position), logits.shape[-1:], jnp.float32)
+
+    heat = sampling.temperature[:, None]
+    drawn = logits / jnp.where(heat > 0, heat, jnp.float32(1))
+    drawn = drawn + jax.vmap(noise)(sampling.keys, positions)
+    return jnp.where(heat > 0, drawn, logits)
+
+
+def sample(
+    logits: Float[Array, "b v"], positions: Int32[Array, " b"], sampling: Sampling
+) -> Int32[Array, " b"]:
+    """The token of each request.
+
+    Args:
+      logits: floating[B, V], vocabulary scores.
+      positions: int32[B], the positions of the tokens to choose.
+      sampling: settings.
+
+    Returns:
+      int32[B].
+    """
+    logits = logits.astype(jnp.float32)
+    scores = perturbed_scores(logits, positions, sampling)
+    scores = jnp.where(allowed_tokens(logits, sampling), scores, -jnp.inf)
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+
+def _per_request(name, batch, value, smallest, largest) -> Float32[Array, " b"]:
+    if not isinstance(value, jax.core.Tracer):
+        known = np.asarray(value)
+        if known.dtype.kind not in "iuf" or not np.all((known >= smallest) & (known <= largest)):
+            raise ValueError(f"{name}: expected numbers from {smallest:g} to {largest:g}, got {value}")
+    array = jnp.asarray(value).astype(jnp.float32)
+    if array.ndim == 0:
+        array = jnp.broadcast_to(array, (batch,))
+    checks.check_shape(name, array, (batch,))
+    return array
