@@ -1,8 +1,8 @@
-"""Continues a text with the byte model, through the ring cache of 528-byte rows.
+r"""Continues a text with the byte model, through the ring cache of 528-byte rows.
 
-    python examples/generate.py
-    python examples/generate.py 'import json\n\n\nclass Store:\n'
-    python examples/generate.py --evaluate FILE
+python examples/generate.py
+python examples/generate.py 'import json\n\n\nclass Store:\n'
+python examples/generate.py --evaluate FILE
 """
 
 import argparse
@@ -18,7 +18,6 @@ import byte_text
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from byte_evaluation import evaluate, print_table
 
 import swa_jax as swa
@@ -204,11 +203,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         model, variables = load_model(options.weights)
         if options.evaluate is not None or options.evaluate_held_out:
-            if options.evaluate_held_out:
+            if options.evaluate is None:
                 tokens = byte_text.load_corpus()[1].tokens
             else:
-                text = _read(options.evaluate)
-                tokens = byte_text.make_split({options.evaluate.name: text}).tokens
+                file: Path = options.evaluate
+                tokens = byte_text.make_split({file.name: _read(file)}).tokens
             results = evaluate(model.config, variables, tokens)
             print_table(results)
             _write_report(options.report, results)

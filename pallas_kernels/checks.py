@@ -1,16 +1,23 @@
 """Checks of arguments at the boundary of a public call: expected and got, at trace time."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Int
 
 INT32_MAX = 2**31 - 1
 
 
-def as_int32(name: str, value: ArrayLike) -> Int[Array, "..."]:
+def is_known(*values: Any) -> bool:
+    """Whether values are there to be looked at, not traced."""
+    return not any(isinstance(value, Tracer) for value in values)
+
+
+def as_int32(name: str, value: Any) -> Int[Array, "..."]:
     """Integers of any kind as an int32 array.
 
     Args:
@@ -29,7 +36,7 @@ def as_int32(name: str, value: ArrayLike) -> Int[Array, "..."]:
         raise ValueError(f"{name}: expected integers, got dtype {dtype}")
     if isinstance(value, jax.Array) and dtype == jnp.int32:
         return value
-    if not isinstance(value, jax.core.Tracer):  # a tracer's values are not known
+    if is_known(value):
         values = np.asarray(value)
         if values.size and (values.min() < -(2**31) or values.max() > INT32_MAX):
             raise ValueError(f"{name}: expected int32 values, got {values.min()} to {values.max()}")

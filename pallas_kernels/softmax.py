@@ -48,15 +48,10 @@ def attend(
     # total / (total + exp(sink - peak)), from a difference of logarithms that cannot overflow.
     kept = jax.nn.sigmoid(lse - sink[None, :]) / jnp.where(empty, jnp.float32(1), total)
     kept = jnp.where(empty, jnp.float32(0), kept)
-    out = sum(
-        jnp.einsum(
-            "nkh,nkd->nhd",
-            round_to(mass, compute_dtype) * kept[:, None],
-            rows,
-            precision=lax.Precision.HIGHEST,
-        )
-        for mass, (rows, _) in zip(masses, read, strict=True)
-    )
+    out = jnp.zeros_like(query)
+    for mass, (rows, _) in zip(masses, read, strict=True):
+        weights = round_to(mass, compute_dtype) * kept[:, None]
+        out += jnp.einsum("nkh,nkd->nhd", weights, rows, precision=lax.Precision.HIGHEST)
     return out, jnp.where(empty, -jnp.inf, lse)
 
 

@@ -79,7 +79,9 @@ class KVRows:
         """
         dtype = getattr(block, "dtype", type(block).__name__)
         if dtype != jnp.uint8 or block.ndim != 2:
-            raise ValueError(f"block: expected uint8[slots, slot_bytes], got {dtype}{jnp.shape(block)}")
+            raise ValueError(
+                f"block: expected uint8[slots, slot_bytes], got {dtype}{jnp.shape(block)}"
+            )
         if isinstance(start, int) and (start < 0 or start % ALIGNMENT):
             raise ValueError(f"start: expected a multiple of {ALIGNMENT} from 0, got {start}")
         end = (start if isinstance(start, int) else 0) + rows_per_slot * fmt.row_bytes

@@ -11,8 +11,8 @@ from swa_jax import checkpoint as checkpoint
 from swa_jax.cache import RingCache as RingCache
 from swa_jax.config import AttentionConfig as AttentionConfig
 from swa_jax.config import DecoderConfig as DecoderConfig
-from swa_jax.decoding import generate as generate
-from swa_jax.decoding import stream as stream
+from swa_jax.generation import generate as generate
+from swa_jax.generation import stream as stream
 from swa_jax.metadata import DecodeMetadata as DecodeMetadata
 from swa_jax.metadata import PrefillMetadata as PrefillMetadata
 from swa_jax.metadata import SequenceMetadata as SequenceMetadata
@@ -22,3 +22,28 @@ from swa_jax.modules import SlidingWindowAttention as SlidingWindowAttention
 from swa_jax.recompute import compare_with_recompute as compare_with_recompute
 from swa_jax.ring import RingGeometry as RingGeometry
 from swa_jax.sampling import Sampling as Sampling
+
+__all__ = [
+    "AttentionConfig",
+    "BF16",
+    "DecodeMetadata",
+    "Decoder",
+    "DecoderConfig",
+    "DecoderLayer",
+    "F32",
+    "KVCacheFormat",
+    "PrefillMetadata",
+    "RingCache",
+    "RingGeometry",
+    "Sampling",
+    "SequenceMetadata",
+    "SlidingWindowAttention",
+    "V32",
+    "V4",
+    "V41",
+    "V41_FP4",
+    "checkpoint",
+    "compare_with_recompute",
+    "generate",
+    "stream",
+]

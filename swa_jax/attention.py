@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import (
@@ -20,7 +19,6 @@ from pallas_kernels import (
 )
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.fused_store.xla import transform_rows
-from pallas_kernels.softmax import round_to
 from swa_jax.band import window_attention
 from swa_jax.config import AttentionConfig
 from swa_jax.metadata import DecodeMetadata, PrefillMetadata, SequenceMetadata
@@ -75,10 +73,14 @@ def attention_layer(
     arguments = (params, q, latents, rotation)
     if isinstance(meta, SequenceMetadata):
         out = sequence_attention(*arguments, meta, config, round_trip=round_trip)
-    elif isinstance(meta, DecodeMetadata):
-        out, rows = decode_attention(*arguments, rows, meta, config, implementation=implementation)
     else:
-        out, rows = prefill_attention(*arguments, rows, meta, config)
+        assert rows is not None  # _check_call saw to it
+        if isinstance(meta, DecodeMetadata):
+            out, rows = decode_attention(
+                *arguments, rows, meta, config, implementation=implementation
+            )
+        else:
+            out, rows = prefill_attention(*arguments, rows, meta, config)
     groups = out.astype(dtype).reshape(batch, tokens, config.o_groups, -1)
     o_a = params["o_a"].astype(dtype).reshape(config.o_groups, config.o_lora_rank, -1)
     low_rank = jnp.einsum("btgd,grd->btgr", groups, o_a).reshape(batch, tokens, -1)
@@ -271,8 +273,7 @@ def _check_call(params, x, rows, meta, config: AttentionConfig) -> None:
         if rows is not None:
             raise ValueError("rows: expected None in a call without a cache, got rows")
         return
-    if not isinstance(rows, KVRows):
-        raise ValueError(f"rows: expected a KVRows, got {type(rows).__name__}")
+    check_rows(rows)
     if rows.fmt != config.fmt:
         raise ValueError(f"rows: expected format {config.fmt.name}, got {rows.fmt.name}")
     want = (config.window, rows.rows_per_slot)

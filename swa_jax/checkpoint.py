@@ -63,7 +63,10 @@ def attention_params(
     wanted = {parts[0]: shapes[name] for name, parts in names.items()}
     rank = config.q_lora_rank
     query, latent = names["q_a_kv"]
-    wanted[query], wanted[latent] = (rank, config.hidden_size), (config.head_dim, config.hidden_size)
+    wanted[query], wanted[latent] = (
+        (rank, config.hidden_size),
+        (config.head_dim, config.hidden_size),
+    )
     for name in sorted(expected & set(tensors)):
         shape, dtype = jnp.shape(tensors[name]), jnp.result_type(tensors[name])
         if shape != wanted[name]:

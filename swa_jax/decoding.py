@@ -1,15 +1,15 @@
-"""Jitted loops over a ring cache: prefill in chunks, decode in blocks of steps, replay, generate."""
+"""Jitted loops over a ring cache: prefill in chunks, decode in blocks of steps, replay."""
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float32, Int32
-from tqdm import tqdm
 
 from pallas_kernels import checks
 from pallas_kernels.serialization import register_serialization
@@ -18,7 +18,11 @@ from swa_jax.metadata import DecodeMetadata, PrefillMetadata
 from swa_jax.modules import Decoder
 from swa_jax.sampling import Sampling, sample
 
-Params = dict
+Params = Any
+"""A module's variables, {"params": ...}."""
+
+Prompt = Sequence[int] | np.ndarray
+"""Token ids of one request; bytes count as such."""
 
 
 @register_serialization
@@ -79,7 +83,7 @@ def prefill_chunk(
     meta = PrefillMetadata.build(
         cache.geometry, state_ids, starts, lengths, max_tokens=tokens.shape[1]
     )
-    hidden, cache = model.apply(params, tokens, cache, meta)
+    hidden, cache = _apply(model, params, tokens, cache, meta)
     end = jnp.maximum(lengths - 1, 0)[:, None, None]
     newest = jnp.take_along_axis(hidden, end, axis=1)[:, 0]
     return cache, jnp.where(lengths[:, None] > 0, newest, last)
@@ -104,7 +108,9 @@ def decode_block(
     def step(state: DecodeState, _):
         live = state.remaining > 0
         place = jnp.where(live, state.positions, -1)
-        logits, cache = _decode_step(model, params, state.cache, state.state_ids, state.tokens, place)
+        logits, cache = _decode_step(
+            model, params, state.cache, state.state_ids, state.tokens, place
+        )
         following = state.positions + 1
         token = sample(logits, following, state.sampling)
         stops = jnp.any(token[:, None] == state.stop_tokens, axis=1)
@@ -160,7 +166,7 @@ def prefill(
     params: Params,
     cache: RingCache,
     state_ids: ArrayLike,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     *,
     chunk: int = 256,
 ) -> tuple[RingCache, Float32[Array, "b hidden"]]:
@@ -206,7 +212,7 @@ def begin(
     model: Decoder,
     params: Params,
     cache: RingCache,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     *,
     max_new_tokens: int | Sequence[int],
     sampling: Sampling,
@@ -279,104 +285,18 @@ def rollback(state: DecodeState, positions: ArrayLike, tokens: ArrayLike) -> Dec
     return dataclasses.replace(state, positions=positions, tokens=tokens)
 
 
-def stream(
-    model: Decoder,
-    params: Params,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int | Sequence[int],
-    sampling: Sampling | None = None,
-    stop_tokens: Sequence[int] = (),
-    block_steps: int = 32,
-    prefill_chunk: int = 256,
-) -> Iterator[list[list[int]]]:
-    """Generates text block by block.
-
-    Args:
-      model: the decoder.
-      params: its variables.
-      prompts: B sequences of token ids, of any lengths but 0.
-      max_new_tokens: for all requests or for each.
-      sampling: how tokens are chosen; greedy by default.
-      stop_tokens: token ids that end a request; they are not part of the result.
-      block_steps: tokens per request between two words to the host.
-      prefill_chunk: most tokens of a prompt in one call.
-
-    Yields:
-      The new tokens of each request, after the prefill and after each block.
-
-    Raises:
-      ValueError: an empty prompt, a token id or a limit out of range.
-    """
-    if isinstance(block_steps, bool) or not isinstance(block_steps, int) or block_steps < 1:
-        raise ValueError(f"block_steps: expected an integer of 1 or more, got {block_steps!r}")
-    if not prompts:
-        raise ValueError("prompts: expected at least one prompt, got none")
-    config = model.config
-    cache = RingCache.create(len(prompts), config.num_layers, config.geometry, config.fmt)
-    state = begin(
-        model,
-        params,
-        cache,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        sampling=Sampling.build(len(prompts)) if sampling is None else sampling,
-        stop_tokens=stop_tokens,
-        chunk=prefill_chunk,
-    )
-    first = np.asarray(state.tokens)
-    stopped = np.any(first[:, None] == np.asarray(state.stop_tokens), axis=1)
-    yield [[] if stop else [int(token)] for token, stop in zip(first, stopped, strict=True)]
-    while np.any(np.asarray(state.remaining) > 0):
-        state, tokens = decode_block(model, params, state, block_steps)
-        yield [row[row >= 0].tolist() for row in np.asarray(tokens)]
-
-
-def generate(
-    model: Decoder,
-    params: Params,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int | Sequence[int],
-    sampling: Sampling | None = None,
-    stop_tokens: Sequence[int] = (),
-    block_steps: int = 32,
-    prefill_chunk: int = 256,
-    progress: bool = False,
-) -> list[list[int]]:
-    """Generates the continuation of each prompt. Arguments as `stream`.
-
-    Args:
-      progress: show a progress bar on standard error.
-
-    Returns:
-      The new tokens of each request, without prompt and stop token.
-    """
-    blocks = stream(
-        model,
-        params,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        stop_tokens=stop_tokens,
-        block_steps=block_steps,
-        prefill_chunk=prefill_chunk,
-    )
-    total = int(np.sum(np.broadcast_to(np.asarray(max_new_tokens), (len(prompts),))))
-    results: list[list[int]] = [[] for _ in prompts]
-    with tqdm(total=total, unit="token", disable=not progress) as bar:
-        for block in blocks:
-            for result, new in zip(results, block, strict=True):
-                result.extend(new)
-            bar.update(sum(map(len, block)))
-    return results
-
-
-def _decode_step(model, params, cache, state_ids, tokens, positions):
+def _decode_step(
+    model, params, cache, state_ids, tokens, positions
+) -> tuple[Float32[Array, "b vocab"], RingCache]:
     """Scores after one token of each request; a position of -1 does nothing."""
     meta = DecodeMetadata.build(cache.geometry, state_ids, positions[:, None])
-    hidden, cache = model.apply(params, tokens[:, None], cache, meta)
+    hidden, cache = _apply(model, params, tokens[:, None], cache, meta)
     return model.apply(params, hidden[:, 0], method="logits"), cache
+
+
+def _apply(model, params, tokens, cache, meta) -> tuple[Float32[Array, "b t hidden"], RingCache]:
+    """`model.apply` with a cache, whose type Flax does not tell."""
+    return model.apply(params, tokens, cache, meta)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
@@ -396,7 +316,7 @@ def _begin(model, params, cache, last, state_ids, lengths, limits, stop_tokens, 
     )
 
 
-def _token_row(model: Decoder, i: int, prompt: Sequence[int]) -> np.ndarray:
+def _token_row(model: Decoder, i: int, prompt: Prompt) -> np.ndarray:
     row = np.frombuffer(prompt, np.uint8) if isinstance(prompt, bytes) else np.asarray(prompt)
     if row.ndim != 1 or row.size == 0:
         raise ValueError(f"prompts[{i}]: expected at least one token, got shape {row.shape}")

@@ -33,7 +33,10 @@ class DecodeMetadata:
 
     @classmethod
     def build(
-        cls, geometry: RingGeometry, state_ids: Int[ArrayLike, " b"], positions: Int[ArrayLike, "b t"]
+        cls,
+        geometry: RingGeometry,
+        state_ids: Int[ArrayLike, " b"],
+        positions: Int[ArrayLike, "b t"],
     ) -> "DecodeMetadata":
         """Addresses of one step.
 
@@ -46,8 +49,9 @@ class DecodeMetadata:
           ValueError: a wrong shape or dtype; more tokens than the ring holds beside the window;
             known values that are not consecutive, or give two requests one state slot.
         """
-        state_ids, positions = checks.as_int32("state_ids", state_ids), checks.as_int32(
-            "positions", positions
+        state_ids, positions = (
+            checks.as_int32("state_ids", state_ids),
+            checks.as_int32("positions", positions),
         )
         checks.check_shape("positions", positions, (None, None))
         checks.check_shape("state_ids", state_ids, positions.shape[:1])
@@ -176,7 +180,7 @@ class SequenceMetadata:
 
 def _known(*arrays: Any) -> list[np.ndarray] | None:
     """The values of arrays, or None while one of them is traced."""
-    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+    if not checks.is_known(*arrays):
         return None
     return [np.asarray(array) for array in arrays]
 

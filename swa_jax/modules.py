@@ -1,6 +1,6 @@
 """Flax Linen modules: the attention layer, a decoder layer and a decoder."""
 
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -60,6 +60,8 @@ class SlidingWindowAttention(nn.Module):
         """
         if rows is None and not isinstance(meta, SequenceMetadata):
             meta = _sequence_metadata(x, meta, positions, segment_ids)
+        elif meta is None:
+            raise ValueError("meta: expected metadata with rows, got None")
         elif positions is not None or segment_ids is not None:
             raise ValueError("positions, segment_ids: expected none with metadata, got some")
         names = self.config.axis_names
@@ -77,7 +79,7 @@ class SlidingWindowAttention(nn.Module):
             "kv_norm": nn.initializers.ones,
             "sinks": nn.initializers.zeros,
         }
-        params = {
+        params: dict[str, Any] = {
             name: self.param(
                 name,
                 nn.with_logical_partitioning(inits.get(name, _kernel_init), axes[name]),
@@ -147,15 +149,16 @@ class Decoder(nn.Module):
     implementation: Implementation = None
 
     def setup(self):
+        """Declares the parameters and layers."""
         config, layers = self.config, self.config.layers
         names, dtype = layers[0].axis_names, jnp.dtype(layers[0].param_dtype)
         table = (config.vocab_size, config.hidden_size)
         axes = (names.vocab, names.embed)
         init = nn.initializers.normal(1.0)
-        self.embedding = self.param(
+        self.embedding: Any = self.param(
             "embedding", nn.with_logical_partitioning(init, axes), table, dtype
         )
-        self.head = self.param(
+        self.head: Any = self.param(
             "head", nn.with_logical_partitioning(_kernel_init, axes), table, dtype
         )
         self.norm = _Norm(layers[0])
@@ -165,11 +168,11 @@ class Decoder(nn.Module):
                 _ScannedLayer,
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=(0, nn.broadcast),
+                in_axes=cast(Any, (0, nn.broadcast)),
                 length=config.num_layers,
                 metadata_params={nn.PARTITION_NAME: names.layers},
             )
-            self.layers = scanned(layers[0], *fields)
+            self.layers: Any = scanned(layers[0], *fields)
         else:
             self.layers = [DecoderLayer(layer, *fields) for layer in layers]
 
@@ -205,6 +208,8 @@ class Decoder(nn.Module):
         else:
             if positions is not None or segment_ids is not None:
                 raise ValueError("positions, segment_ids: expected none with a cache, got some")
+            if meta is None:
+                raise ValueError("meta: expected metadata with a cache, got None")
             self._check_cache(cache)
         dtype = jnp.dtype(config.layers[0].dtype)
         known = jnp.clip(tokens, 0, config.vocab_size - 1)
@@ -276,7 +281,7 @@ class _Norm(nn.Module):
     @nn.compact
     def __call__(self, x):
         axes = (self.config.axis_names.embed,)
-        weight = self.param(
+        weight: Any = self.param(
             "weight",
             nn.with_logical_partitioning(nn.initializers.ones, axes),
             (x.shape[-1],),
@@ -297,7 +302,7 @@ class _SwiGLU(nn.Module):
 
         def project(name, x, out, axes):
             init = nn.with_logical_partitioning(_kernel_init, axes)
-            kernel = self.param(name, init, (out, x.shape[-1]), dtype)
+            kernel: Any = self.param(name, init, (out, x.shape[-1]), dtype)
             return jnp.einsum("...i,oi->...o", x, kernel.astype(x.dtype))
 
         gate = project("gate", x, self.size, (names.mlp, names.embed))

@@ -59,7 +59,7 @@ class Sampling:
         if top_k.ndim == 0:
             top_k = jnp.broadcast_to(top_k, (batch,))
         checks.check_shape("top_k", top_k, (batch,))
-        if not isinstance(top_k, jax.core.Tracer) and np.any(np.asarray(top_k) < 0):
+        if checks.is_known(top_k) and np.any(np.asarray(top_k) < 0):
             raise ValueError(f"top_k: expected 0 or more, got {np.asarray(top_k).tolist()}")
         if keys is None:
             keys = request_keys(jax.random.key(0), batch)
@@ -75,9 +75,7 @@ def request_keys(key: Key[Array, ""], batch: int) -> Key[Array, " b"]:
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch, dtype=jnp.uint32))
 
 
-def allowed_tokens(
-    logits: Float32[Array, "b v"], sampling: Sampling
-) -> Bool[Array, "b v"]:
+def allowed_tokens(logits: Float32[Array, "b v"], sampling: Sampling) -> Bool[Array, "b v"]:
     """The tokens that top-k and top-p leave: at least the best one.
 
     top-p counts probabilities at the request's temperature.
@@ -139,10 +137,12 @@ def sample(
 
 
 def _per_request(name, batch, value, smallest, largest) -> Float32[Array, " b"]:
-    if not isinstance(value, jax.core.Tracer):
+    if checks.is_known(value):
         known = np.asarray(value)
         if known.dtype.kind not in "iuf" or not np.all((known >= smallest) & (known <= largest)):
-            raise ValueError(f"{name}: expected numbers from {smallest:g} to {largest:g}, got {value}")
+            raise ValueError(
+                f"{name}: expected numbers from {smallest:g} to {largest:g}, got {value}"
+            )
     array = jnp.asarray(value).astype(jnp.float32)
     if array.ndim == 0:
         array = jnp.broadcast_to(array, (batch,))

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import transforms
-from pallas_kernels.formats import quantize_rows
+from pallas_kernels.formats import ScaleFloor, quantize_rows
 from pallas_kernels.storage import KVRows, store_rows
 
 
@@ -32,7 +32,7 @@ def fused_store(
     norm_eps: float,
     pairing: str,
     hadamard: bool,
-    scale_floor: str,
+    scale_floor: ScaleFloor,
 ) -> KVRows:
     """See `pallas_kernels.fused_store.fused_store`."""
     row = transform_rows(latents, norm_weight, cos, sin, norm_eps, pairing, hadamard)

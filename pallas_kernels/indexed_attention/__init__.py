@@ -107,9 +107,9 @@ def indexed_attention(
                 f"output_format: expected rows of {width} values, got {output_format.num_elements}"
             )
     run = dispatch.select("indexed_attention", implementation, _IMPLEMENTATIONS)
-    scale = jnp.asarray(width**-0.5 if scale is None else scale, jnp.float32)
+    factor = jnp.asarray(width**-0.5 if scale is None else scale, jnp.float32)
     return run(
-        q, rows, indices, lengths, extra, sink, scale, query_norm_eps, cos, sin, pairing,
+        q, rows, indices, lengths, extra, sink, factor, query_norm_eps, cos, sin, pairing,
         output_format,
     )  # fmt: skip
 
