@@ -119,7 +119,7 @@ def check_rows(rows: KVRows, name: str = "rows") -> None:
     check_format(rows.fmt)
     if rows.data.dtype != jnp.uint8 or rows.data.ndim != 2:
         raise ValueError(
-            f"{name}: expected data uint8[slots, slot_bytes], got {rows.data.dtype}{rows.data.shape}"
+            f"{name}: expected uint8[slots, slot_bytes], got {rows.data.dtype}{rows.data.shape}"
         )
     if rows.rows_per_slot * rows.fmt.row_bytes > rows.data.shape[1]:
         raise ValueError(

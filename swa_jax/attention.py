@@ -19,6 +19,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.fused_store.xla import transform_rows
+from pallas_kernels.storage import check_rows
 from swa_jax.band import window_attention
 from swa_jax.config import AttentionConfig
 from swa_jax.metadata import DecodeMetadata, PrefillMetadata, SequenceMetadata
