@@ -1,13 +1,14 @@
 r"""Continues a text with the byte model, through the ring cache of 528-byte rows.
 
 python examples/generate.py
-python examples/generate.py 'import json\n\n\nclass Store:\n'
+python examples/generate.py $'import json\n\n\nclass Store:\n'
 python examples/generate.py --evaluate FILE
 """
 
 import argparse
 import codecs
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -52,7 +53,10 @@ def load_model(path: Path) -> tuple[swa.Decoder, dict]:
     params, metadata = swa.checkpoint.load_params(path)
     if "config" not in metadata:
         raise ValueError(f"{path}: expected a header entry 'config', got {sorted(metadata)}")
-    model = swa.Decoder(swa.DecoderConfig.from_json(metadata["config"]))
+    try:
+        model = swa.Decoder(swa.DecoderConfig.from_json(metadata["config"]))
+    except ValueError as error:
+        raise ValueError(f"{path}: header entry 'config': {error}") from None
     variables = {"params": jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)}
     boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     expected = nn.meta.unbox(boxed)
@@ -162,9 +166,14 @@ def print_report(report: dict) -> None:
     print("\n" + "\n".join(lines), file=sys.stderr)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="generate.py",
         description="Continues a text with the byte model, through the ring cache.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -190,10 +199,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.prompt is not None and options.file is not None:
         parser.error("expected a PROMPT or --file, got both")
-    if options.bytes < 1:
-        parser.error(f"argument --bytes: expected 1 or more, got {options.bytes}")
-    if options.seed < 0:
-        parser.error(f"argument --seed: expected 0 or more, got {options.seed}")
+    if not 1 <= options.bytes < 2**31:
+        parser.error(f"argument --bytes: expected 1 to {2**31 - 1}, got {options.bytes}")
+    if not 0 <= options.seed < 2**32:
+        parser.error(f"argument --seed: expected 0 to {2**32 - 1}, got {options.seed}")
     return options
 
 
@@ -212,7 +221,7 @@ def main(arguments: Sequence[str]) -> int:
             print_table(results)
             _write_report(options.report, results)
             return 0
-        prompt = PROMPT.encode() if options.prompt is None else options.prompt.encode()
+        prompt = PROMPT.encode() if options.prompt is None else os.fsencode(options.prompt)
         if options.file is not None:
             prompt = _read(options.file)
         if not prompt:

@@ -122,10 +122,12 @@ def decode_ue8m0(codes: UInt8[Array, "*s"]) -> Float32[Array, "*s"]:
 
 def to_bytes(x: jax.Array) -> UInt8[Array, "..."]:
     """Little-endian bytes of the last axis: [..., n] of k bytes each becomes uint8[..., n * k]."""
-    return lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
+    size = x.shape[-1] * x.dtype.itemsize
+    return lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], size)
 
 
 def from_bytes(data: UInt8[Array, "..."], dtype: jnp.dtype) -> jax.Array:
     """The inverse of `to_bytes`: uint8[..., n * k] becomes [..., n] of `dtype`."""
     size = jnp.dtype(dtype).itemsize
-    return lax.bitcast_convert_type(data.reshape(*data.shape[:-1], -1, size), dtype)
+    parts = data.reshape(*data.shape[:-1], data.shape[-1] // size, size)
+    return lax.bitcast_convert_type(parts, dtype)

@@ -316,7 +316,7 @@ def _quantize_groups(x, fmt, scale_floor):
         scale = amax / jnp.float32(codec.E2M1_MAX)
         scales = codec.encode_e4m3(jnp.maximum(scale, jnp.float32(_FP4_SCALE_FLOOR)))
         codes = codec.encode_e2m1(groups, codec.decode_e4m3(scales)[..., None])
-        codes = codes.reshape(*x.shape[:-1], -1, 2)
+        codes = codes.reshape(*x.shape[:-1], fmt.quantized_bytes, 2)
         return codes[..., 0] | (codes[..., 1] << 4), scales
     return codec.encode_e4m3(scaled.reshape(x.shape)), scales
 
@@ -326,7 +326,7 @@ def _dequantize_groups(data, scales, fmt):
         values = codec.decode_e4m3(data)
     else:
         nibbles = jnp.stack([data & 0xF, data >> 4], axis=-1)
-        values = codec.decode_e2m1(nibbles.reshape(*data.shape[:-1], -1))
+        values = codec.decode_e2m1(nibbles.reshape(*data.shape[:-1], fmt.quantized_elements))
     if fmt.scale_dtype == "ue8m0":
         scale = codec.decode_ue8m0(scales)
     elif fmt.scale_dtype == "float32":

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Int, Int32, UInt8
 
@@ -50,9 +51,9 @@ class KVRows:
           ValueError: a size below 1, an unfit format, or more rows than an int32 index names.
         """
         check_format(fmt)
-        for name, value in (("slots", slots), ("rows_per_slot", rows_per_slot)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
+        _check_count("slots", slots)
+        _check_count("rows_per_slot", rows_per_slot)
+        _check_num_rows("rows", slots * rows_per_slot)  # before they are allocated
         data = jnp.zeros((slots, region_bytes(rows_per_slot, fmt)), jnp.uint8)
         return cls.view(data, start=0, rows_per_slot=rows_per_slot, fmt=fmt)
 
@@ -82,9 +83,13 @@ class KVRows:
             raise ValueError(
                 f"block: expected uint8[slots, slot_bytes], got {dtype}{jnp.shape(block)}"
             )
-        if isinstance(start, int) and (start < 0 or start % ALIGNMENT):
-            raise ValueError(f"start: expected a multiple of {ALIGNMENT} from 0, got {start}")
-        end = (start if isinstance(start, int) else 0) + rows_per_slot * fmt.row_bytes
+        check_format(fmt)
+        _check_count("rows_per_slot", rows_per_slot)
+        end = rows_per_slot * fmt.row_bytes
+        if isinstance(start, (int, np.integer)):  # else an array, maybe traced
+            if start < 0 or start % ALIGNMENT:
+                raise ValueError(f"start: expected a multiple of {ALIGNMENT} from 0, got {start}")
+            end += int(start)
         if end > block.shape[1]:
             raise ValueError(
                 f"block: expected slots of at least {end} bytes for {rows_per_slot} rows of "
@@ -126,10 +131,19 @@ def check_rows(rows: KVRows, name: str = "rows") -> None:
             f"{name}: expected slots of at least {rows.rows_per_slot * rows.fmt.row_bytes} bytes "
             f"for {rows.rows_per_slot} rows of format {rows.fmt.name}, got {rows.data.shape[1]}"
         )
-    if rows.num_rows > checks.INT32_MAX:
+    _check_num_rows(name, rows.num_rows)
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
+
+
+def _check_num_rows(name: str, num_rows: int) -> None:
+    if num_rows > checks.INT32_MAX:
         raise ValueError(
             f"{name}: expected at most {checks.INT32_MAX} rows, the limit of an int32 index, got "
-            f"{rows.num_rows}"
+            f"{num_rows}"
         )
 
 

@@ -58,6 +58,7 @@ def rope(
     """
     half = cos.shape[-1]
     x = x.astype(jnp.float32)
+    cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
     sin = -sin if inverse else sin
     kept, rotated = x[..., : x.shape[-1] - 2 * half], x[..., x.shape[-1] - 2 * half :]
     if pairing == "interleaved":
@@ -134,7 +135,8 @@ def rope_cos_sin(
     p = lax.bitcast_convert_type(positions, jnp.uint32)[..., None]
     high = jnp.broadcast_to(jnp.asarray(turns[0]), (*positions.shape, turns.shape[1]))
     low = jnp.broadcast_to(jnp.asarray(turns[1]), high.shape)
-    turn = p * high + _high_word(p, low)  # the top 32 bits of the 64-bit fraction
+    # The top 32 bits of the 64-bit fraction; p stands for 2**32 more than a negative position.
+    turn = p * high + _high_word(p, low) - jnp.where(positions[..., None] < 0, low, jnp.uint32(0))
     # Split into the nearest quarter turn and the rest within an eighth, where float32 is fine.
     quarter = (turn + jnp.uint32(1 << 29)) >> 30
     rest = lax.bitcast_convert_type(turn - (quarter << 30), jnp.int32)

@@ -189,7 +189,7 @@ def prefill(
     """
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"chunk: expected an integer of 1 or more, got {chunk!r}")
-    rows = [_token_row(model, i, prompt) for i, prompt in enumerate(prompts)]
+    rows = [token_ids(model, f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
     if not rows:
         raise ValueError("prompts: expected at least one prompt, got none")
     state_ids = checks.as_int32("state_ids", state_ids)
@@ -232,21 +232,20 @@ def begin(
       chunk: as in `prefill`.
 
     Raises:
-      ValueError: as `prefill`, or too few slots, or a limit below 1.
+      ValueError: as `prefill`, or too few slots, a limit below 1, settings of another number of
+        requests, or a stop token out of range.
     """
     batch = len(prompts)
     if batch > cache.slots:
         raise ValueError(f"cache: expected at least {batch} state slots, got {cache.slots}")
-    limits = np.broadcast_to(np.asarray(max_new_tokens), (batch,))
-    if limits.dtype.kind not in "iu" or np.any(limits < 1):
-        raise ValueError(f"max_new_tokens: expected integers of 1 or more, got {max_new_tokens}")
+    limits = token_limits(max_new_tokens, batch)
+    checks.check_shape("sampling.temperature", sampling.temperature, (batch,))
+    ends = token_ids(model, "stop_tokens", stop_tokens) if len(stop_tokens) else ()
+    stops = np.broadcast_to(np.asarray([-1, *ends], np.int32), (batch, 1 + len(ends)))
     state_ids = np.arange(batch, dtype=np.int32)
     cache, last = prefill(model, params, cache, state_ids, prompts, chunk=chunk)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    stops = np.broadcast_to(np.asarray([-1, *stop_tokens], np.int32), (batch, 1 + len(stop_tokens)))
-    return _begin(
-        model, params, cache, last, state_ids, lengths, limits.astype(np.int32), stops, sampling
-    )
+    return _begin(model, params, cache, last, state_ids, lengths, limits, stops, sampling)
 
 
 def rollback(state: DecodeState, positions: ArrayLike, tokens: ArrayLike) -> DecodeState:
@@ -285,6 +284,46 @@ def rollback(state: DecodeState, positions: ArrayLike, tokens: ArrayLike) -> Dec
     return dataclasses.replace(state, positions=positions, tokens=tokens)
 
 
+def token_ids(model: Decoder, name: str, values: Prompt) -> Int32[np.ndarray, " n"]:
+    """Token ids as an array, checked.
+
+    Args:
+      model: the decoder; its vocabulary sets the range.
+      name: the argument's name, for the message.
+      values: at least one token id.
+
+    Raises:
+      ValueError: there is none, or one is out of range.
+    """
+    row = np.frombuffer(values, np.uint8) if isinstance(values, bytes) else np.asarray(values)
+    if row.ndim != 1 or row.size == 0:
+        raise ValueError(f"{name}: expected at least one token, got shape {row.shape}")
+    limit = model.config.vocab_size
+    if row.dtype.kind not in "iu" or row.min() < 0 or row.max() >= limit:
+        raise ValueError(f"{name}: expected token ids from 0 to {limit - 1}, got {values!r}")
+    return row.astype(np.int32)
+
+
+def token_limits(max_new_tokens: int | Sequence[int], batch: int) -> Int32[np.ndarray, " b"]:
+    """Tokens to choose for each request, from one number for all or one for each.
+
+    Args:
+      max_new_tokens: 1 or more.
+      batch: B, number of requests.
+
+    Raises:
+      ValueError: not integers of 1 or more, or not B of them.
+    """
+    limits = np.asarray(max_new_tokens)
+    fits = limits.dtype.kind in "iu" and limits.shape in ((), (batch,))
+    if not fits or np.any((limits < 1) | (limits > checks.INT32_MAX)):
+        raise ValueError(
+            f"max_new_tokens: expected an integer of 1 or more, or {batch} of them, got "
+            f"{max_new_tokens!r}"
+        )
+    return np.broadcast_to(limits, (batch,)).astype(np.int32)
+
+
 def _decode_step(
     model, params, cache, state_ids, tokens, positions
 ) -> tuple[Float32[Array, "b vocab"], RingCache]:
@@ -314,13 +353,3 @@ def _begin(model, params, cache, last, state_ids, lengths, limits, stop_tokens, 
         stop_tokens=stop_tokens,
         sampling=sampling,
     )
-
-
-def _token_row(model: Decoder, i: int, prompt: Prompt) -> np.ndarray:
-    row = np.frombuffer(prompt, np.uint8) if isinstance(prompt, bytes) else np.asarray(prompt)
-    if row.ndim != 1 or row.size == 0:
-        raise ValueError(f"prompts[{i}]: expected at least one token, got shape {row.shape}")
-    limit = model.config.vocab_size
-    if row.dtype.kind not in "iu" or row.min() < 0 or row.max() >= limit:
-        raise ValueError(f"prompts[{i}]: expected token ids from 0 to {limit - 1}, got {prompt!r}")
-    return row.astype(np.int32)

@@ -59,5 +59,10 @@ def read_safetensors(
 
 
 def write_safetensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """The inverse of `read_safetensors`."""
-    return safetensors.numpy.save(dict(tensors), dict(metadata))
+    """The inverse of `read_safetensors`. Equal contents give equal bytes."""
+    data = safetensors.numpy.save(dict(tensors), dict(metadata))
+    size = int.from_bytes(data[:8], "little")
+    # the library writes the metadata in any order
+    header = json.dumps(json.loads(data[8 : 8 + size]), sort_keys=True, separators=(",", ":"))
+    padded = header.encode().ljust(-(-len(header.encode()) // 8) * 8)
+    return len(padded).to_bytes(8, "little") + padded + data[8 + size :]

@@ -6,7 +6,7 @@ import numpy as np
 from tqdm import tqdm
 
 from swa_jax.cache import RingCache
-from swa_jax.decoding import Params, Prompt, begin, decode_block
+from swa_jax.decoding import Params, Prompt, begin, decode_block, token_limits
 from swa_jax.modules import Decoder
 from swa_jax.sampling import Sampling
 
@@ -42,7 +42,7 @@ def stream(
     """
     if isinstance(block_steps, bool) or not isinstance(block_steps, int) or block_steps < 1:
         raise ValueError(f"block_steps: expected an integer of 1 or more, got {block_steps!r}")
-    if not prompts:
+    if len(prompts) == 0:
         raise ValueError("prompts: expected at least one prompt, got none")
     config = model.config
     cache = RingCache.create(len(prompts), config.num_layers, config.geometry, config.fmt)
@@ -105,7 +105,7 @@ def generate(
         block_steps=block_steps,
         prefill_chunk=prefill_chunk,
     )
-    total = int(np.sum(np.broadcast_to(np.asarray(max_new_tokens), (len(prompts),))))
+    total = int(token_limits(max_new_tokens, len(prompts)).sum(dtype=np.int64))
     results: list[list[int]] = [[] for _ in prompts]
     with tqdm(total=total, unit="token", disable=not progress) as bar:
         for block in blocks:

@@ -1,14 +1,14 @@
 """Checks a decoded sequence against the recompute of the whole sequence without a cache."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import checks
 from swa_jax.cache import RingCache
-from swa_jax.decoding import Params, prefill, replay
+from swa_jax.decoding import Params, Prompt, prefill, replay, token_ids
 from swa_jax.modules import Decoder
 from swa_jax.sampling import Sampling, allowed_tokens, perturbed_scores
 
@@ -40,8 +40,8 @@ class Comparison:
 def compare_with_recompute(
     model: Decoder,
     params: Params,
-    prompt: Sequence[int],
-    tokens: Sequence[int],
+    prompt: Prompt,
+    tokens: Prompt,
     sampling: Sampling | None = None,
 ) -> Comparison:
     """Whether decoded tokens are those of a recompute without a cache, up to ties.
@@ -56,14 +56,13 @@ def compare_with_recompute(
       sampling: of that one request; greedy by default.
 
     Raises:
-      ValueError: prompt or tokens are empty.
+      ValueError: prompt or tokens are empty or out of range, or settings of several requests.
     """
-    if not len(prompt) or not len(tokens):
-        raise ValueError(
-            f"prompt, tokens: expected at least one token each, got {len(prompt)} and {len(tokens)}"
-        )
     sampling = Sampling.build(1) if sampling is None else sampling
-    sequence = np.concatenate([np.asarray(list(prompt)), np.asarray(list(tokens))]).astype(np.int32)
+    checks.check_shape("sampling.temperature", sampling.temperature, (1,))
+    sequence = np.concatenate(
+        [token_ids(model, "prompt", prompt), token_ids(model, "tokens", tokens)]
+    )
     begin, count = len(prompt) - 1, len(tokens)  # scores that chose the tokens start here
     recomputed = whole_sequence_logits(model, params, sequence[None, :-1])[0, begin:]
     through_ring = ring_logits(model, params, sequence[:-1], begin)

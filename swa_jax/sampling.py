@@ -63,9 +63,11 @@ class Sampling:
             raise ValueError(f"top_k: expected 0 or more, got {np.asarray(top_k).tolist()}")
         if keys is None:
             keys = request_keys(jax.random.key(0), batch)
-        if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.shape != (batch,):
+        dtype, shape = getattr(keys, "dtype", None), getattr(keys, "shape", None)
+        if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or shape != (batch,):
             raise ValueError(
-                f"keys: expected {batch} keys of jax.random.key, got {keys.dtype}{keys.shape}"
+                f"keys: expected {batch} keys of jax.random.key in an array, got "
+                + (type(keys).__name__ if dtype is None else f"{dtype}{shape}")
             )
         return cls(temperature, top_k, top_p, keys)
 
@@ -83,13 +85,14 @@ def allowed_tokens(logits: Float32[Array, "b v"], sampling: Sampling) -> Bool[Ar
 
     def ranked(logits):
         order = jnp.argsort(logits, axis=-1, descending=True)
-        heat = jnp.where(sampling.temperature > 0, sampling.temperature, jnp.float32(1))
-        scores = jnp.take_along_axis(logits, order, axis=-1) / heat[:, None]
+        scores = jnp.take_along_axis(_at_temperature(logits, sampling), order, axis=-1)
         probability = jax.nn.softmax(scores, axis=-1)
         before = jnp.cumsum(probability, axis=-1) - probability
         rank = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, :]
         limit = jnp.where(sampling.top_k > 0, sampling.top_k, logits.shape[-1])
-        keep = (rank < limit[:, None]) & (before < sampling.top_p[:, None])
+        mass = sampling.top_p[:, None]
+        # the rounded sum may reach 1 early, and at 1 nothing is left out
+        keep = (rank < limit[:, None]) & ((before < mass) | (mass >= 1))
         keep = keep | (rank == 0)
         return jnp.take_along_axis(keep, jnp.argsort(order, axis=-1), axis=-1)
 
@@ -102,6 +105,8 @@ def perturbed_scores(
 ) -> Float32[Array, "b v"]:
     """Scores whose largest entry is the sampled token: logits / temperature + Gumbel noise.
 
+    Only differences between a request's scores mean something.
+
     Args:
       logits: float32[B, V].
       positions: int32[B], the positions of the tokens to choose.
@@ -111,10 +116,8 @@ def perturbed_scores(
     def noise(key, position):
         return jax.random.gumbel(jax.random.fold_in(key, position), logits.shape[-1:], jnp.float32)
 
-    heat = sampling.temperature[:, None]
-    drawn = logits / jnp.where(heat > 0, heat, jnp.float32(1))
-    drawn = drawn + jax.vmap(noise)(sampling.keys, positions)
-    return jnp.where(heat > 0, drawn, logits)
+    drawn = _at_temperature(logits, sampling) + jax.vmap(noise)(sampling.keys, positions)
+    return jnp.where(sampling.temperature[:, None] > 0, drawn, logits)
 
 
 def sample(
@@ -134,6 +137,12 @@ def sample(
     scores = perturbed_scores(logits, positions, sampling)
     scores = jnp.where(allowed_tokens(logits, sampling), scores, -jnp.inf)
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+
+def _at_temperature(logits, sampling) -> Float32[Array, "b v"]:
+    """(logits - the best one) / temperature: no small temperature makes the best one infinite."""
+    heat = jnp.where(sampling.temperature > 0, sampling.temperature, jnp.float32(1))
+    return (logits - jnp.max(logits, axis=-1, keepdims=True)) / heat[:, None]
 
 
 def _per_request(name, batch, value, smallest, largest) -> Float32[Array, " b"]:

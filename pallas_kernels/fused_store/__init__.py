@@ -52,6 +52,10 @@ def fused_store(
       NotImplementedError: the implementation named cannot do it.
     """
     check_rows(rows)
+    if rows.fmt.scale_dtype == "float32":
+        raise ValueError(
+            f"rows: format {rows.fmt.name} is for conversion only: its value is a part of its row"
+        )
     width = rows.fmt.num_elements
     checks.check_floating("latents", latents)
     checks.check_shape("latents", latents, (None, width))

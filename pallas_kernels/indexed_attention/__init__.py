@@ -12,6 +12,7 @@ from pallas_kernels.fused_store import check_rotation
 from pallas_kernels.indexed_attention import xla
 from pallas_kernels.serialization import register_serialization
 from pallas_kernels.storage import KVRows, check_rows
+from pallas_kernels.transforms import PAIRINGS
 
 _IMPLEMENTATIONS = {"xla": xla.indexed_attention}
 
@@ -96,6 +97,7 @@ def indexed_attention(
     if sink is not None:
         checks.check_floating("sink", sink)
         checks.check_shape("sink", sink, (heads,))
+    checks.check_choice("pairing", pairing, PAIRINGS)
     if (cos is None) != (sin is None):
         raise ValueError("cos, sin: expected both or none, got one")
     if cos is not None:

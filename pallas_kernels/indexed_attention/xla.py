@@ -6,7 +6,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from pallas_kernels import transforms
-from pallas_kernels.formats import KVCacheFormat, dequantize_rows, quantize_rows
+from pallas_kernels.formats import dequantize_rows, quantize_rows
 from pallas_kernels.softmax import attend, round_to
 from pallas_kernels.storage import KVRows, gather_rows, is_valid_index
 
@@ -39,7 +39,7 @@ def indexed_attention(
         out, lse = attend(query, read, sink, scale, q.dtype)
         if rotation is not None:
             out = transforms.rope(out, cos, sin, pairing, inverse=True)
-        return _as_output(out, q.dtype, output_format), lse
+        return out if output_format is None else quantize_rows(out, output_format), lse
 
     inputs = (
         q,
@@ -49,12 +49,15 @@ def indexed_attention(
     columns = sum(cache_indices.shape[1] for _, cache_indices, _ in caches)
     size = max(1, _CHUNK_VALUES // max(1, columns * width))
     if n <= size:
-        return chunk(*inputs)
+        return _as_output(*chunk(*inputs), q.dtype)
     chunks = -(-n // size)
     padded = jax.tree.map(lambda x: _pad_rows(x, chunks * size), inputs)
     split = jax.tree.map(lambda x: x.reshape(chunks, size, *x.shape[1:]), padded)
     out = lax.map(lambda args: chunk(*args), split)
-    return jax.tree.map(lambda x: x.reshape(chunks * size, *x.shape[2:])[:n], out)
+    out = jax.tree.map(lambda x: x.reshape(chunks * size, *x.shape[2:])[:n], out)
+    # Cast here and not in a chunk: CPUs would cast the whole bfloat16 output there and back each
+    # time, as they know no bfloat16 update of a slice.
+    return _as_output(*out, q.dtype)
 
 
 def _read(
@@ -83,5 +86,6 @@ def _pad_rows(x, size):
     return jnp.pad(x, ((0, size - x.shape[0]), *((0, 0),) * (x.ndim - 1)), constant_values=value)
 
 
-def _as_output(out, dtype, output_format: KVCacheFormat | None):
-    return out.astype(dtype) if output_format is None else quantize_rows(out, output_format)
+def _as_output(out, lse, dtype):
+    """The float32 output in the queries' dtype; rows of an output format as they are."""
+    return out if out.dtype == jnp.uint8 else out.astype(dtype), lse

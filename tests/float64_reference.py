@@ -1,0 +1,115 @@
+"""The layer and the decoder in float64 NumPy, written from the maths, to hold the library to.
+
+No cache, no blocks, no chunks: a query sees the keys whose positions its window holds.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from swa_jax import AttentionConfig, DecoderConfig
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray | float, eps: float) -> np.ndarray:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def rotate(x: np.ndarray, positions: np.ndarray, config: AttentionConfig, sign: int) -> np.ndarray:
+    """x[T, ..., D], its last rope_dim values rotated by sign * position * frequency."""
+    size, start = config.rope_dim, x.shape[-1] - config.rope_dim
+    if config.pairing == "interleaved":
+        first, second = slice(start, None, 2), slice(start + 1, None, 2)
+    else:
+        first, second = slice(start, start + size // 2), slice(start + size // 2, None)
+    frequencies = np.longdouble(config.rope_theta) ** -(np.arange(0, size, 2) / np.longdouble(size))
+    angles = positions.astype(np.longdouble)[:, None] * frequencies
+    turn = np.exp(sign * 1j * angles.astype(np.float64))
+    turned = (x[..., first] + 1j * x[..., second]) * np.expand_dims(
+        turn, tuple(range(1, x.ndim - 1))
+    )
+    out = x.copy()
+    out[..., first], out[..., second] = turned.real, turned.imag
+    return out
+
+
+def attention_layer(
+    params: Mapping[str, Any],
+    x: np.ndarray,
+    config: AttentionConfig,
+    positions: np.ndarray | None = None,
+    rows: np.ndarray | None = None,
+) -> np.ndarray:
+    """One sequence through the layer.
+
+    Args:
+      params: the layer's parameters.
+      x: [T, hidden].
+      config: its configuration; row format, dtypes and Hadamard transform play no part.
+      positions: [T]; 0 to T - 1 by default.
+      rows: [T, D], the rows to attend to; by default those that x gives, unrounded.
+
+    Returns:
+      [T, hidden].
+    """
+    weights = {name: np.asarray(value, np.float64) for name, value in params.items()}
+    x = np.asarray(x, np.float64)
+    tokens, heads, width = len(x), config.num_heads, config.head_dim
+    positions = np.arange(tokens) if positions is None else np.asarray(positions, np.int64)
+    projected = x @ weights["q_a_kv"].T
+    query, latent = np.split(projected, [config.q_lora_rank], axis=1)
+    query = rms_norm(query, weights["q_a_norm"], config.norm_eps) @ weights["q_b"].T
+    query = query.reshape(tokens, heads, width)
+    if config.query_norm:
+        query = rms_norm(query, 1.0, config.norm_eps)
+    query = rotate(query, positions, config, +1)
+    if rows is None:
+        latent = rms_norm(latent, weights["kv_norm"], config.norm_eps)
+        rows = rotate(latent, positions, config, +1)
+    distance = positions[:, None] - positions[None, :]
+    visible = (distance >= 0) & (distance < config.window)
+    scores = np.einsum("thd,sd->hts", query, rows) * width**-0.5
+    scores = np.where(visible, scores, -np.inf)
+    sink = weights["sinks"][:, None, None]
+    peak = np.maximum(scores.max(-1, keepdims=True), sink)
+    mass = np.exp(scores - peak)
+    share = mass / (mass.sum(-1, keepdims=True) + np.exp(sink - peak))
+    out = rotate(np.einsum("hts,sd->thd", share, rows), positions, config, -1)
+    groups = out.reshape(tokens, config.o_groups, -1)
+    o_a = weights["o_a"].reshape(config.o_groups, config.o_lora_rank, -1)
+    return np.einsum("tgd,grd->tgr", groups, o_a).reshape(tokens, -1) @ weights["o_b"].T
+
+
+def decoder(
+    params: Mapping[str, Any],
+    tokens: np.ndarray,
+    config: DecoderConfig,
+    rows: np.ndarray | None = None,
+) -> np.ndarray:
+    """Hidden states of one sequence.
+
+    Args:
+      params: the decoder's parameters, its layers not stacked.
+      tokens: [T].
+      config: its configuration.
+      rows: [layers, T, D], the rows of each layer to attend to; by default the layers' own.
+
+    Returns:
+      [T, hidden].
+    """
+    eps = config.layers[0].norm_eps
+
+    def normalised(x, norm):
+        return rms_norm(x, np.asarray(norm["weight"], np.float64), eps)
+
+    x = np.asarray(params["embedding"], np.float64)[tokens]
+    for i, layer in enumerate(config.layers):
+        part = params[f"layers_{i}"]
+        layer_rows = None if rows is None else rows[i]
+        attended = normalised(x, part["attention_norm"])
+        x = x + attention_layer(part["attention"], attended, layer, rows=layer_rows)
+        gate, up, down = (np.asarray(part["mlp"][k], np.float64) for k in ("gate", "up", "down"))
+        inner = normalised(x, part["mlp_norm"])
+        gated = inner @ gate.T
+        x = x + (gated / (1 + np.exp(-gated)) * (inner @ up.T)) @ down.T
+    return normalised(x, params["norm"])
