@@ -15,12 +15,16 @@ from swa_jax.recompute import whole_sequence_logits
 
 WINDOWS = (32, 64, 128)
 FORMATS = (swa.F32, swa.V41, swa.BF16)  # the first is what the others are compared with
-ROWS_AT_ONCE = 32
+ROWS_AT_ONCE = 16
+WHOLE_ROWS_AT_ONCE = 2  # a recompute keeps all of its activations
 SCORED_PER_ROW = 4096
 
 
 def evaluate(
-    config: swa.DecoderConfig, variables: dict, tokens: Int[np.ndarray, " n"]
+    config: swa.DecoderConfig,
+    variables: dict,
+    tokens: Int[np.ndarray, " n"],
+    max_rows: int | None = None,
 ) -> dict[str, dict]:
     """Scores a text in every window and row format, token by token through the ring and whole.
 
@@ -31,6 +35,7 @@ def evaluate(
       config: the decoder's configuration; its window and format are replaced.
       variables: its parameters.
       tokens: the token stream, a boundary before each file.
+      max_rows: evenly spaced rows of 4096 tokens instead of all.
 
     Returns:
       By "window W, FORMAT": ring_bits_per_byte, recompute_bits_per_byte,
@@ -42,6 +47,8 @@ def evaluate(
     context = -(-context // 128) * 128
     row = min(SCORED_PER_ROW, 1 << (len(tokens) - 1).bit_length())
     inputs, targets, scored = byte_text.scoring_rows(tokens, context, row)
+    chosen = np.linspace(0, len(inputs) - 1, min(max_rows or len(inputs), len(inputs)))
+    inputs, targets, scored = (x[chosen.round().astype(int)] for x in (inputs, targets, scored))
     num_bytes = int((scored & (targets != byte_text.BOUNDARY)).sum())
     results = {}
     groups = range(0, len(inputs), ROWS_AT_ONCE)
@@ -57,7 +64,7 @@ def evaluate(
                     attention = dataclasses.replace(layer, window=window, fmt=fitting)
                     model = swa.Decoder(dataclasses.replace(config, attention=attention))
                     ring = _ring_logits(model, variables, inputs[part])
-                    whole = np.asarray(whole_sequence_logits(model, variables, inputs[part]))
+                    whole = _whole_logits(model, variables, inputs[part])
                     reference = whole if reference is None else reference
                     count = scored[part]
                     sums[fmt.name][:2] += [
@@ -100,6 +107,12 @@ def _ring_logits(model: swa.Decoder, variables: dict, inputs: np.ndarray) -> np.
     ids = np.arange(len(inputs), dtype=np.int32)
     logits, _ = replay(model, variables, cache, ids, inputs, np.zeros_like(ids))
     return np.asarray(logits)
+
+
+def _whole_logits(model: swa.Decoder, variables: dict, inputs: np.ndarray) -> np.ndarray:
+    pieces = range(0, len(inputs), WHOLE_ROWS_AT_ONCE)
+    parts = [inputs[start : start + WHOLE_ROWS_AT_ONCE] for start in pieces]
+    return np.concatenate([whole_sequence_logits(model, variables, part) for part in parts])
 
 
 def _nats(logits: np.ndarray, targets: np.ndarray, scored: np.ndarray) -> float:

@@ -196,11 +196,15 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--evaluate-held-out", action="store_true",
         help="instead: the same for the held-out modules of this Python's standard "
         "library")  # fmt: skip
+    add("--rows", type=int, metavar="N",
+        help="with an evaluation: N evenly spaced rows of 4096 bytes instead of all")  # fmt: skip
     options = parser.parse_args(arguments)
     if options.prompt is not None and options.file is not None:
         parser.error("expected a PROMPT or --file, got both")
     if not 1 <= options.bytes < 2**31:
         parser.error(f"argument --bytes: expected 1 to {2**31 - 1}, got {options.bytes}")
+    if options.rows is not None and options.rows < 1:
+        parser.error(f"argument --rows: expected 1 or more, got {options.rows}")
     if not 0 <= options.seed < 2**32:
         parser.error(f"argument --seed: expected 0 to {2**32 - 1}, got {options.seed}")
     return options
@@ -217,7 +221,7 @@ def main(arguments: Sequence[str]) -> int:
             else:
                 file: Path = options.evaluate
                 tokens = byte_text.make_split({file.name: _read(file)}).tokens
-            results = evaluate(model.config, variables, tokens)
+            results = evaluate(model.config, variables, tokens, options.rows)
             print_table(results)
             _write_report(options.report, results)
             return 0

@@ -188,7 +188,8 @@ class Decoder(nn.Module):
         """Hidden states; with a cache also the new cache.
 
         Args:
-          tokens: integers[B, T], token ids; whatever stands at padding is ignored.
+          tokens: integers[B, T], token ids. One outside the vocabulary counts as the nearest;
+            whatever stands at padding is ignored.
           cache: rings of all layers, or None.
           meta: with a cache a DecodeMetadata or PrefillMetadata.
           positions: integers[B, T], without a cache only: 0 to T - 1 by default.

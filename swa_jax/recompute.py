@@ -132,8 +132,9 @@ def whole_sequence_logits(model: Decoder, params: Params, tokens: np.ndarray) ->
 
 
 def _padded(tokens: np.ndarray, value: int) -> np.ndarray:
-    """Tokens up to a power of two, so that few lengths are compiled."""
-    width = max(64, 1 << (tokens.shape[1] - 1).bit_length())
+    """Tokens up to a power of two, then to multiples of 512, so that few lengths are compiled."""
+    count = tokens.shape[1]
+    width = max(64, 1 << (count - 1).bit_length()) if count <= 512 else -(-count // 512) * 512
     return np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])), constant_values=value)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from small_models import attention_config, decoder_config, decoder_params
+from small_models import QUICK_COMPILATION, attention_config, decoder_config, decoder_params
 
 import swa_jax as swa
 from pallas_kernels import load_rows, store_rows
@@ -36,9 +36,7 @@ class Compiled(NamedTuple):
 
 def compile_step(step: Callable, cache: swa.RingCache, *others: Any, donate=True) -> Compiled:
     jitted = jax.jit(step, donate_argnums=0 if donate else ())
-    # Code of less optimised instructions compiles twice as fast; buffers are the same.
-    options: dict[str, Any] = {"xla_backend_optimization_level": 0}
-    compiled = jitted.lower(cache, *others).compile(compiler_options=options)
+    compiled = jitted.lower(cache, *others).compile(compiler_options=QUICK_COMPILATION)
     slots, size = cache.blocks[0].shape
     whole_copy = re.compile(rf"= .*u8\[{slots},{size}\].* copy(-start)?\(")
     text = compiled.as_text()
@@ -62,6 +60,7 @@ def integers(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
+@functools.cache
 def compile_kind(kind: str, layers: int, scan_layers: bool, slots: int) -> Compiled:
     config = decoder_config(ATTENTION, layers, scan_layers=scan_layers)
     model, geometry, tokens = swa.Decoder(config), config.geometry, TOKENS[kind]

@@ -142,12 +142,12 @@ def test_comparison_judges_by_the_recompute_and_not_by_the_ring(greedy, monkeypa
     right = recompute.ring_logits
 
     def wrong(*arguments):
-        return 2 * right(*arguments)
+        return jnp.roll(right(*arguments), 1, axis=-1)
 
     monkeypatch.setattr(recompute, "ring_logits", wrong)
     found = swa.compare_with_recompute(MODEL, PARAMS, PROMPTS[0], greedy[0])
     assert found.equal
-    assert found.largest_logit_difference > 0.9 * found.largest_logit
+    assert found.largest_logit_difference > 0.5 * found.largest_logit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,9 +221,18 @@ def test_the_block_size_does_not_change_tokens(run):
     assert generate(sampling=sampling, block_steps=5) == tokens
 
 
-def test_the_prefill_chunk_does_not_change_tokens(run):
+def test_the_prefill_chunk_bounds_a_call_and_does_not_change_tokens(run, monkeypatch):
     sampling, tokens = run
+    widths = []
+    call = decoding.prefill_chunk
+
+    def recorded(model, params, cache, last, state_ids, chunk, *addresses):
+        widths.append(chunk.shape[1])
+        return call(model, params, cache, last, state_ids, chunk, *addresses)
+
+    monkeypatch.setattr(decoding, "prefill_chunk", recorded)
     other = generate(sampling=sampling, prefill_chunk=11)  # shorter than the window
+    assert widths == [11] * 5  # of 50 tokens
     for i in range(BATCH):
         assert_same_up_to_ties(other[i], tokens[i], PROMPTS[i], of_request(sampling, i))
 
@@ -323,6 +332,7 @@ def test_a_stopped_request_stores_no_more_rows():
 def test_finished_requests_leave_their_bytes_alone():
     state, tokens = decode(started(max_new_tokens=[100, 3, 100]))
     assert np.sum(tokens >= 0, axis=1).tolist() == [BLOCK, 2, BLOCK]
+    assert state.tokens[1] == tokens[1, 1]
     before = np.asarray(state.cache.snapshot().blocks[0])
     held = jax.tree.map(np.asarray, (state.positions[1], state.tokens[1], state.highest[1]))
     state, tokens = decode(state)

@@ -169,7 +169,7 @@ def test_few_rows_of_a_float64_transform_differ_by_one_step(
 
 
 @pytest.mark.parametrize(
-    ("fmt", "width"), [(V41, 128), (V41, 256), (V41_FP4, 256), (BF16, 256), (F32, 128)],
+    ("fmt", "width"), [(V41, 96), (V41, 128), (V41, 256), (V41_FP4, 256), (BF16, 256), (F32, 128)],
     ids=lambda value: getattr(value, "name", str(value)),
 )  # fmt: skip
 def test_rows_follow_the_transform_at_other_widths(fmt, width, implementation):

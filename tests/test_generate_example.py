@@ -27,16 +27,16 @@ ROOT = Path(__file__).parents[1]
 # A ring of 22 rows of 66 bytes, filled up to 1,472 bytes, in each of two layers.
 WINDOW, ROWS, ROW_BYTES, CACHE_BYTES = 16, 22, 66, 2944
 CONFIG = swa.DecoderConfig(byte_text.VOCAB_SIZE, 2, attention_config(WINDOW, swa.V41), mlp_size=48)
-LONG_TEXT = bytes(np.random.default_rng(1).integers(0, 256, 120, dtype=np.uint8))  # not UTF-8
+LONG_TEXT = bytes(np.random.default_rng(1).integers(0, 256, 40, dtype=np.uint8))  # not UTF-8
 SHIPPED = ROOT / "examples" / "data"
 
 
 def tiny_params() -> dict:
     """Parameters under which an end of file is most unlikely."""
     params = dict(decoder_params(CONFIG)["params"])
-    params["head"] = params["head"] * np.float32(3)
-    params["head"][byte_text.BOUNDARY] = 0
-    return params
+    head = 3 * np.asarray(params["head"])
+    head[byte_text.BOUNDARY] = 0
+    return params | {"head": head}
 
 
 @pytest.fixture(scope="module")
@@ -99,32 +99,14 @@ def command(*arguments) -> subprocess.CompletedProcess:
 # --- text and report
 
 
-def test_the_command_continues_the_default_prompt_and_reports(folder, tmp_path):
-    report = tmp_path / "report.json"
-    result = command("--weights", folder / "tiny.safetensors", "--report", report)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(report.read_text())
-    assert result.stdout == generate.PROMPT + found["text"] + "\n"
-    assert found["bytes_generated"] == 200
-    assert found["equals_recompute"] is True
-    assert found["differing"] == 0
-    assert found["tokens_per_second"] > 0
-    assert found["cache_bytes"] == CACHE_BYTES
-    assert (found["layers"], found["row_bytes"]) == (2, ROW_BYTES)
-    assert (found["rows_visible"], found["rows_allocated"]) == (WINDOW, ROWS)
-    assert 0 <= found["largest_logit_difference"] <= 3e-2 * found["largest_logit"]
-    first, cache, verdict = result.stderr.strip().splitlines()
-    assert first.startswith("200 bytes, ")
-    assert cache == "cache 2,944 bytes: 2 layers of 22 rows of 66 bytes, 16 of them visible"
-    assert verdict.startswith("the tokens equal those of a full recompute without a cache: ")
-
-
 def test_a_file_longer_than_the_window_is_continued_and_the_seed_sets_the_text(run):
-    arguments = ("--file", "long.bin", "--bytes", "30")
+    arguments = ("--file", "long.bin", "--bytes", "20")
     status, out, _, first = run(*arguments, "--quiet")
     assert (status, out) == (0, "")
-    assert (first["bytes_generated"], first["equals_recompute"]) == (30, True)
+    assert (first["bytes_generated"], first["equals_recompute"]) == (20, True)
     assert (first["rows_visible"], first["rows_allocated"]) == (WINDOW, ROWS)
+    assert (first["layers"], first["row_bytes"]) == (2, ROW_BYTES)
+    assert first["cache_bytes"] == CACHE_BYTES
 
     _, out, _, again = run(*arguments)
     assert out == (LONG_TEXT.decode("utf-8", "replace") + first["text"] + "\n")
@@ -181,7 +163,7 @@ def test_evaluation_of_a_file_agrees_with_its_uncut_text(run, folder, monkeypatc
     (folder / "text.py").write_bytes(text)
     monkeypatch.setattr(byte_evaluation, "WINDOWS", (32,))
     monkeypatch.setattr(byte_evaluation, "FORMATS", (swa.F32, swa.V41))
-    monkeypatch.setattr(byte_evaluation, "SCORED_PER_ROW", 128)
+    monkeypatch.setattr(byte_evaluation, "SCORED_PER_ROW", 256)
     status, out, _, results = run("--evaluate", "text.py")
     assert status == 0
     assert list(results) == ["window 32, F32", "window 32, V41"]
@@ -244,6 +226,7 @@ def test_evaluation_of_a_file_agrees_with_its_uncut_text(run, folder, monkeypatc
         (["--bytes", "2147483648"], "argument --bytes: expected 1 to 2147483647, got 2147483648"),
         (["--seed", "-1"], "argument --seed: expected 0 to 4294967295, got -1"),
         (["--seed", "18446744073709551616"], "argument --seed: expected 0 to 4294967295"),
+        (["--rows", "0"], "argument --rows: expected 1 or more, got 0"),
         (["--evaluate", "missing"], "No such file or directory: 'missing'"),
         (["--evaluate", "empty"], "empty: expected at least one byte, got an empty file"),
         (["--unknown"], "unrecognized arguments: --unknown"),
@@ -290,10 +273,23 @@ def test_shipped_model_is_what_its_description_says():
     assert description["held_out"]["row_bytes"] == config.fmt.row_bytes
 
 
-def test_shipped_model_generates_the_tokens_of_the_recompute(tmp_path, capsys):
+def test_shipped_model_continues_the_default_prompt_with_the_tokens_of_the_recompute(tmp_path):
     report = tmp_path / "report.json"
-    assert generate.main(["--report", str(report)]) == 0
+    result = command("--report", report)
+    assert result.returncode == 0, result.stderr
     found = json.loads(report.read_text())
-    assert found["equals_recompute"] is True
-    assert found["bytes_generated"] > 0
-    assert capsys.readouterr().out == generate.PROMPT + found["text"] + "\n"
+    assert result.stdout == generate.PROMPT + found["text"] + "\n"
+    assert (found["equals_recompute"], found["differing"]) == (True, 0)
+    assert 0 < found["bytes_generated"] <= 200
+    assert found["tokens_per_second"] > 0
+    assert 0 <= found["largest_logit_difference"] <= 3e-2 * found["largest_logit"]
+    assert (found["rows_visible"], found["rows_allocated"]) == (128, 134)
+    layers, row_bytes = found["layers"], found["row_bytes"]
+    assert found["cache_bytes"] == layers * 134 * row_bytes
+    size, cache, verdict = result.stderr.strip().splitlines()
+    assert size.startswith(f"{found['bytes_generated']} bytes, ")
+    assert cache == (
+        f"cache {found['cache_bytes']:,} bytes: {layers} layers of 134 rows of {row_bytes} bytes, "
+        f"128 of them visible"
+    )
+    assert verdict.startswith("the tokens equal those of a full recompute without a cache: ")

@@ -410,6 +410,19 @@ def test_bfloat16_queries_are_within_two_ulp(fmt, implementation):
     np.testing.assert_allclose(lse, expected[1], atol=1e-5)  # inputs are exact, so sums are too
 
 
+def test_probabilities_are_rounded_for_the_values_and_not_in_the_denominator(implementation):
+    rows = np.zeros((ROWS_PER_SLOT, 64), np.float32)
+    rows[0, 1:], rows[1, 0], rows[1, 1:] = 1, 0.5, 2
+    fmt = BF16.with_width(64)
+    cache = Cache(reference.quantize(rows, fmt), fmt, np.asarray([[0, 1]]), None)
+    q = jnp.zeros((1, 1, 64), jnp.bfloat16).at[0, 0, 0].set(-1)
+    out, lse = attend(q, cache, implementation, scale=1.0, output_format=F32.with_width(64))
+    # The scores are 0 and -0.5; exp(-0.5) = 0.6065307 and its bfloat16 0.60546875.
+    np.testing.assert_allclose(lse, [[math.log(1.6065307)]], rtol=1e-6)
+    values = np.asarray(out).view(np.float32)
+    np.testing.assert_allclose(values[0, 0, 1:], 2.2109375 / 1.6065307, rtol=2e-6)
+
+
 # --- fused ends
 
 

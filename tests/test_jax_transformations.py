@@ -14,6 +14,7 @@ from small_models import (
     decoder_params,
     largest_error,
     layer_params,
+    quick_jit,
 )
 
 import swa_jax as swa
@@ -44,10 +45,10 @@ def stack(*trees):
 def test_metadata_of_a_batch_of_calls_is_that_of_each():
     state_ids = np.int32([[0, 1], [2, 0], [3, 1]])
     positions = np.int32([[[0, 1], [5, -1]], [[8, 9], [-1, -1]], [[2, 3], [4, 5]]])
-    decode = jax.jit(functools.partial(swa.DecodeMetadata.build, GEOMETRY))
+    decode = quick_jit(functools.partial(swa.DecodeMetadata.build, GEOMETRY))
     each = [decode(*one) for one in zip(state_ids, positions, strict=True)]
     chex.assert_trees_all_equal(jax.vmap(decode)(state_ids, positions), stack(*each))
-    prefill = jax.jit(functools.partial(swa.PrefillMetadata.build, GEOMETRY, max_tokens=12))
+    prefill = quick_jit(functools.partial(swa.PrefillMetadata.build, GEOMETRY, max_tokens=12))
     starts, lengths = np.int32([[0, 3], [9, 1], [0, 0]]), np.int32([[12, 1], [0, 3], [5, 11]])
     each = [prefill(*one) for one in zip(state_ids, starts, lengths, strict=True)]
     chex.assert_trees_all_equal(jax.vmap(prefill)(state_ids, starts, lengths), stack(*each))
@@ -70,8 +71,8 @@ def test_a_batch_of_caches_is_each_of_them(form):
 
     x = jnp.asarray(activations(CONFIG, 2, 2, 3))
     caches = [random_cache(seed) for seed in range(2)]
-    y, cache = jax.jit(jax.vmap(call))(stack(*caches), x, state_ids, starts)
-    single = jax.jit(call)
+    y, cache = quick_jit(jax.vmap(call))(stack(*caches), x, state_ids, starts)
+    single = quick_jit(call)
     for i, one in enumerate(caches):
         want, after = single(one, x[i], state_ids[i], starts[i])
         assert largest_error(y[i], want) <= 3e-5
@@ -103,8 +104,8 @@ def test_per_example_gradients_are_those_of_each_example():
         return jnp.sum(LAYER.apply(params, x[None]) ** 2)
 
     x = jnp.asarray(activations(CONFIG, 3, 5))
-    gradients = jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))(params, x)
-    single = jax.jit(jax.grad(loss))
+    gradients = quick_jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))(params, x)
+    single = quick_jit(jax.grad(loss))
     each = stack(*[single(params, one) for one in x])
     chex.assert_trees_all_close(gradients, each, rtol=1e-4, atol=1e-5)
 
@@ -128,8 +129,8 @@ def test_gradients_of_queries_sinks_and_outputs_are_those_of_the_whole_sequence(
     def whole(params):
         return jnp.sum(LAYER.apply(params, x) * weights)
 
-    got = jax.jit(jax.grad(cached))(params)["params"]
-    want = jax.jit(jax.grad(whole))(params)["params"]
+    got = quick_jit(jax.grad(cached))(params)["params"]
+    want = quick_jit(jax.grad(whole))(params)["params"]
     for name in ("q_a_norm", "q_b", "sinks", "o_a", "o_b"):
         assert largest_error(got[name], want[name]) <= 1e-5
     assert not np.any(got["kv_norm"])
@@ -157,8 +158,8 @@ def test_a_saved_decode_step_is_the_step_and_updates_the_cache_in_place():
     ).serialize()
     assert b"swa_jax.RingCache" in saved
     assert b"pickle" not in saved
-    reloaded = jax.jit(jax.export.deserialize(saved).call, donate_argnums=1)
-    direct = jax.jit(step, donate_argnums=1)
+    reloaded = quick_jit(jax.export.deserialize(saved).call, donate_argnums=1)
+    direct = quick_jit(step, donate_argnums=1)
     memory = reloaded.lower(params, cache, *arguments(0)).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= cache.nbytes
 

@@ -217,12 +217,13 @@ def check_answers(server: Server) -> None:
         assert errors.max() <= 3e-2
         assert np.median(errors) <= 1e-3
     # Given the rows that the calls left, there is one answer whatever their format.
+    rows = np.asarray(dequantize_rows(jnp.asarray(server.rows), fmt), np.float64)
     for request, length in enumerate(lengths):
         if server.stored[request, :length].all():
-            rows = jnp.asarray(server.rows[request, :, :length])
-            rows = np.asarray(dequantize_rows(rows, fmt), np.float64)
             tokens = server.tokens[request, :length]
-            want = float64_reference.decoder(params["params"], tokens, program.config, rows)
+            want = float64_reference.decoder(
+                params["params"], tokens, program.config, rows[request, :, :length]
+            )
             assert errors_of_positions(server.hidden[request, :length], want).max() <= 3e-5
 
 
@@ -254,9 +255,9 @@ def test_a_window_of_128_in_a_ring_of_134_gives_the_answer_of_the_whole_sequence
     lengths = [290, 275, 180, 128, 1]
     server = Server(program, params, lengths, seed=0, prefill_tokens=160)
     for prefill, requests, tokens, accepted in [
-        (True, (0, 1, 2), (160, 133, 3), (154, 133, 0)),  # more than the ring, and a rollback of 6
+        (True, (0, 1, 2), (160, 133, 3), (153, 133, 0)),  # more than the ring, and a rollback of 6
         (False, (1, 2, 0), (7, 7, 7), (0, 4, 7)),
-        (True, (2, 0, 3), (134, 127, 128), (134, 127, 122)),
+        (True, (2, 0, 3), (134, 127, 128), (134, 127, 121)),
         (False, (0, 1, 2), (1, 6, 7), (1, 6, 2)),
         (True, (1, 4, 3), (135, 1, 6), (135, 1, 6)),
     ]:

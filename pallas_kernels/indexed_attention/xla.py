@@ -53,11 +53,11 @@ def indexed_attention(
     chunks = -(-n // size)
     padded = jax.tree.map(lambda x: _pad_rows(x, chunks * size), inputs)
     split = jax.tree.map(lambda x: x.reshape(chunks, size, *x.shape[1:]), padded)
-    out = lax.map(lambda args: chunk(*args), split)
-    out = jax.tree.map(lambda x: x.reshape(chunks * size, *x.shape[2:])[:n], out)
+    out, lse = lax.map(lambda args: chunk(*args), split)
+    out, lse = (x.reshape(chunks * size, *x.shape[2:])[:n] for x in (out, lse))
     # Cast here and not in a chunk: CPUs would cast the whole bfloat16 output there and back each
     # time, as they know no bfloat16 update of a slice.
-    return _as_output(*out, q.dtype)
+    return _as_output(out, lse, q.dtype)
 
 
 def _read(
