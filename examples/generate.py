@@ -23,6 +23,7 @@ from byte_evaluation import evaluate, print_table
 
 import swa_jax as swa
 
+BLOCK = 25  # bytes between two words to the host
 WEIGHTS = Path(__file__).parent / "data" / "bytes.safetensors"
 PROMPT = """import os
 import sys
@@ -98,17 +99,19 @@ def continue_text(
         max_new_tokens=max_new_bytes,
         sampling=sampling,
         stop_tokens=[byte_text.BOUNDARY],
-        block_steps=25,
+        block_steps=BLOCK,
     )
     write = codecs.getincrementaldecoder("utf-8")("replace").decode
     if show:
         print(write(prompt), end="", flush=True)
+    elif sys.stderr.isatty():
+        print("compiling and generating ...", file=sys.stderr)
     tokens: list[int] = []
     started, timed = 0.0, 0
     for number, (new,) in enumerate(blocks):
         tokens += new
         if number > 1:  # the prefill and the first block include their compilation
-            timed += len(new)
+            timed += BLOCK
         elif number == 1:
             started = time.perf_counter()
         if show:

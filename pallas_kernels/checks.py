@@ -44,6 +44,21 @@ def as_int32(name: str, value: Any) -> Int[Array, "..."]:
     return value.astype(jnp.int32)
 
 
+def known_int(name: str, value: Any) -> int | None:
+    """The Python integer that a scalar is, or None while it is traced.
+
+    Raises:
+      ValueError: it is not an integer scalar.
+    """
+    if not is_known(value):
+        check_shape(name, value, ())
+        return None
+    array = np.asarray(value)
+    if array.shape or array.dtype.kind not in "iu":
+        raise ValueError(f"{name}: expected an integer, got {value!r}")
+    return int(array)
+
+
 def check_shape(name: str, value: ArrayLike, expected: Sequence[int | None]) -> None:
     """Raises ValueError unless the shape is `expected`, where None stands for any size."""
     shape = jnp.shape(value)

@@ -237,8 +237,9 @@ def quantize_rows(
     x = jnp.where(finite, x, jnp.float32(0))
     parts = []
     data, scales = None, None
-    if fmt.quantized_dtype is not None:
+    if fmt.raw_dtype != "float32":
         x = codec.round_to_bfloat16(x)
+    if fmt.quantized_dtype is not None:
         data, scales = _quantize_groups(x[..., : fmt.quantized_elements], fmt, scale_floor)
         parts.append(data)
     raw = _encode_raw(x[..., fmt.quantized_elements :], fmt)
@@ -292,6 +293,15 @@ def check_format(fmt: KVCacheFormat) -> None:
         raise ValueError(f"fmt: expected a KVCacheFormat, got {type(fmt).__name__}")
     if not fmt.token_interleaved:
         raise ValueError(f"fmt: expected a token-interleaved format, got page-planar {fmt.name}")
+
+
+def check_cache_format(name: str, fmt: KVCacheFormat) -> None:
+    """Raises ValueError unless rows of the format can be stored and attended to."""
+    check_format(fmt)
+    if fmt.scale_dtype == "float32":
+        raise ValueError(
+            f"{name}: format {fmt.name} is for conversion only: its value is a part of its row"
+        )
 
 
 def _quantize_groups(x, fmt, scale_floor):

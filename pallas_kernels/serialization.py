@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from jax import export
 
@@ -22,21 +22,23 @@ def register_serialization(cls: type[T]) -> type[T]:
     Returns:
       The class.
     """
-    static = [field for field in dataclasses.fields(cls) if field.metadata.get("static")]
+    fields = dataclasses.fields(cast(Any, cls))
+    static = [
+        (field.name, cast(Any, field.type)) for field in fields if field.metadata.get("static")
+    ]
 
     def serialize(values: tuple[Any, ...]) -> bytes:
-        plain = [dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for v in values]
-        return json.dumps(
-            {field.name: value for field, value in zip(static, plain, strict=True)}
-        ).encode()
+        plain = {
+            name: dataclasses.asdict(value) if dataclasses.is_dataclass(kind) else value
+            for (name, kind), value in zip(static, values, strict=True)
+        }
+        return json.dumps(plain).encode()
 
     def deserialize(data: bytes) -> tuple[Any, ...]:
         plain = json.loads(data)
         return tuple(
-            field.type(**plain[field.name])
-            if dataclasses.is_dataclass(field.type)
-            else field.type(plain[field.name])
-            for field in static
+            kind(**plain[name]) if isinstance(plain[name], dict) else kind(plain[name])
+            for name, kind in static
         )
 
     # The package's name and not the module's: moving a class keeps saved programs.

@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Int, Int32, UInt8
 
@@ -86,17 +85,17 @@ class KVRows:
         check_format(fmt)
         _check_count("rows_per_slot", rows_per_slot)
         end = rows_per_slot * fmt.row_bytes
-        if isinstance(start, (int, np.integer)):  # else an array, maybe traced
-            if start < 0 or start % ALIGNMENT:
-                raise ValueError(f"start: expected a multiple of {ALIGNMENT} from 0, got {start}")
-            end += int(start)
+        first = checks.known_int("start", start)
+        if first is not None:
+            if first < 0 or first % ALIGNMENT:
+                raise ValueError(f"start: expected a multiple of {ALIGNMENT} from 0, got {first}")
+            end += first
         if end > block.shape[1]:
             raise ValueError(
                 f"block: expected slots of at least {end} bytes for {rows_per_slot} rows of "
                 f"{fmt.row_bytes} bytes, got {block.shape[1]}"
             )
         rows = cls(block, checks.as_int32("start", start), rows_per_slot, fmt)
-        checks.check_shape("start", rows.start, ())
         check_rows(rows)
         return rows
 

@@ -154,6 +154,7 @@ def trace(arguments: argparse.Namespace) -> int:
             "first_position": first,
             "tokens": tokens,
             "safe_to_store_first": not hazards,
+            "accepted": tokens <= geometry.max_tokens_per_step,
             "overwritten_visible_rows": overwritten_visible_rows(geometry, first, tokens),
             "hazards": [
                 {**hazard._asdict(), "queries": list(hazard.queries)} for hazard in hazards
@@ -258,7 +259,7 @@ def _trace_report(figures: dict[str, Any]) -> str:
     lines += [
         "",
         f"A step of {step['tokens']} tokens from position {step['first_position']} that stores "
-        f"before it reads: {'safe' if step['safe_to_store_first'] else 'NOT SAFE'}",
+        f"before it reads: {_verdict(step)}",
         f"  visible rows overwritten, by query: {step['overwritten_visible_rows']}",
     ]
     for hazard in step["hazards"]:
@@ -269,6 +270,12 @@ def _trace_report(figures: dict[str, Any]) -> str:
             f"(row {hazard['slot']} of the ring), needed by query {queries[0]}{last}"
         )
     return "\n".join(lines)
+
+
+def _verdict(step: dict[str, Any]) -> str:
+    if not step["safe_to_store_first"]:
+        return "NOT SAFE, and refused"
+    return "safe" if step["accepted"] else "safe here, but refused: later positions are not"
 
 
 def _parser() -> argparse.ArgumentParser:

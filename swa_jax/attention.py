@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import (
@@ -28,6 +29,28 @@ AttentionParams = Mapping[str, Array]
 Rotation = tuple[Float32[Array, "b t half"], Float32[Array, "b t half"]]
 
 
+def parameter_shapes(config: AttentionConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's parameters by name; kernels are [out, in].
+
+    Args:
+      config: the layer's configuration.
+
+    Returns:
+      A shape for each of q_a_kv, q_a_norm, q_b, kv_norm, sinks, o_a and o_b.
+    """
+    c = config
+    group = c.num_heads * c.head_dim // c.o_groups
+    return {
+        "q_a_kv": (c.q_lora_rank + c.head_dim, c.hidden_size),
+        "q_a_norm": (c.q_lora_rank,),
+        "q_b": (c.num_heads * c.head_dim, c.q_lora_rank),
+        "kv_norm": (c.head_dim,),
+        "sinks": (c.num_heads,),
+        "o_a": (c.o_groups * c.o_lora_rank, group),
+        "o_b": (c.hidden_size, c.o_groups * c.o_lora_rank),
+    }
+
+
 def attention_layer(
     params: AttentionParams,
     x: Float[Array, "b t hidden"],
@@ -44,6 +67,9 @@ def attention_layer(
     expanded to heads, the row is normalised, rotated, cast and stored; each head attends to the
     rows of its window, with a sink; the output is rotated back at the query's position and goes
     through a grouped low-rank projection. The maths is that of DeepSeek-V4's attention.
+
+    Gradients: rows in a cache are bytes, so a call with a cache treats them, its own new ones
+    included, as constants. Train in the form without a cache.
 
     Args:
       params: q_a_kv [q_lora_rank + D, hidden], q_a_norm [q_lora_rank], q_b [H * D, q_lora_rank],
@@ -65,7 +91,8 @@ def attention_layer(
     _check_call(params, x, rows, meta, config)
     dtype = jnp.dtype(config.dtype)
     batch, tokens, _ = x.shape
-    x = x.astype(dtype)
+    # Selected before it is used: what stands at padding reaches no gradient either.
+    x = jnp.where(meta.positions[..., None] >= 0, x, jnp.zeros((), x.dtype)).astype(dtype)
     projected = _project(x, params["q_a_kv"])
     q_a, latents = projected[..., : config.q_lora_rank], projected[..., config.q_lora_rank :]
     q_a = transforms.rms_norm(q_a, params["q_a_norm"], config.norm_eps).astype(dtype)
@@ -264,6 +291,8 @@ def _check_call(params, x, rows, meta, config: AttentionConfig) -> None:
             f"{type(meta).__name__}"
         )
     checks.check_shape("x", x, (*meta.positions.shape, config.hidden_size))
+    if 0 in meta.positions.shape:
+        raise ValueError(f"x: expected at least one request and token, got shape {x.shape}")
     shapes = parameter_shapes(config)
     missing = sorted(set(shapes) - set(params))
     if missing:
@@ -276,23 +305,17 @@ def _check_call(params, x, rows, meta, config: AttentionConfig) -> None:
         return
     check_rows(rows)
     if rows.fmt != config.fmt:
-        raise ValueError(f"rows: expected format {config.fmt.name}, got {rows.fmt.name}")
+        want, got = config.fmt, rows.fmt
+        raise ValueError(
+            f"rows: expected format {want.name} of {want.num_elements} values, got {got.name} of "
+            f"{got.num_elements}"
+        )
+    if checks.is_known(meta.slots) and np.any(np.asarray(meta.slots) >= rows.num_rows):
+        raise ValueError(
+            f"meta: expected state ids below {rows.data.shape[0]}, the cache's slots, got slots "
+            f"up to row {np.max(np.asarray(meta.slots))} of {rows.num_rows}"
+        )
     want = (config.window, rows.rows_per_slot)
     got = (meta.geometry.window, meta.geometry.capacity)
     if want != got:
         raise ValueError(f"meta: expected a geometry of window, capacity {want}, got {got}")
-
-
-def parameter_shapes(config: AttentionConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's parameters by name; kernels are [out, in]."""
-    c = config
-    group = c.num_heads * c.head_dim // c.o_groups
-    return {
-        "q_a_kv": (c.q_lora_rank + c.head_dim, c.hidden_size),
-        "q_a_norm": (c.q_lora_rank,),
-        "q_b": (c.num_heads * c.head_dim, c.q_lora_rank),
-        "kv_norm": (c.head_dim,),
-        "sinks": (c.num_heads,),
-        "o_a": (c.o_groups * c.o_lora_rank, group),
-        "o_b": (c.hidden_size, c.o_groups * c.o_lora_rank),
-    }

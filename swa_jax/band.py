@@ -37,11 +37,10 @@ def window_attention(
     batch, tokens, heads, width = q.shape
     size = _block_size(window)
     behind = -(-window // size) * size  # old rows of a block, a whole number of blocks
-    per_group = max(behind // size, _GROUP_SCORES // (batch * heads * size * (size + behind)))
-    groups = -(-tokens // (size * per_group))
-    per_group = -(-tokens // (size * groups))  # no group empty, the last as full as can be
-    per_group = max(per_group, behind // size)
-    groups = -(-tokens // (size * per_group))
+    blocks = -(-tokens // size)
+    per_group = max(1, _GROUP_SCORES // (batch * heads * size * (size + behind)))
+    groups = -(-blocks // per_group)
+    per_group = -(-blocks // groups)  # groups of one size, as full as can be
     padded = groups * per_group * size
     front, back = behind - (window - 1), padded - tokens
 

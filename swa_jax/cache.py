@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, Int32, UInt8
 
 from pallas_kernels import V41, KVCacheFormat, KVRows, checks, load_rows, store_rows
-from pallas_kernels.formats import check_format
+from pallas_kernels.formats import check_cache_format
 from pallas_kernels.serialization import register_serialization
 from pallas_kernels.storage import region_bytes
 from swa_jax.exported import ExportedSlot
@@ -53,7 +53,9 @@ class RingCache:
         Raises:
           ValueError: a size below 1, an unfit format, or a layer of more than 2 GiB.
         """
-        check_format(fmt)
+        check_cache_format("fmt", fmt)
+        if not isinstance(geometry, RingGeometry):
+            raise ValueError(f"geometry: expected a RingGeometry, got {type(geometry).__name__}")
         for name, value in (("slots", slots), ("layers", layers)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
@@ -115,9 +117,9 @@ class RingCache:
             or rows.rows_per_slot != self.geometry.capacity
         ):
             raise ValueError(
-                f"rows: expected {self.geometry.capacity} rows of format {self.fmt.name} in "
-                f"{self.blocks[block].shape}, got {rows.rows_per_slot} of {rows.fmt.name} in "
-                f"{rows.data.shape}"
+                f"rows: expected {self.geometry.capacity} rows of {self.fmt.row_bytes} bytes "
+                f"({self.fmt.name}) in {self.blocks[block].shape}, got {rows.rows_per_slot} of "
+                f"{rows.fmt.row_bytes} ({rows.fmt.name}) in {rows.data.shape}"
             )
         blocks = (*self.blocks[:block], rows.data, *self.blocks[block + 1 :])
         return dataclasses.replace(self, blocks=blocks)
@@ -205,11 +207,12 @@ class RingCache:
     def _place(self, i) -> tuple[int, int | Int32[Array, ""]]:
         """Block and first byte of a layer."""
         region = region_bytes(self.geometry.capacity, self.fmt)
-        if not isinstance(i, jax.Array):
-            if isinstance(i, bool) or not 0 <= i < self.layers:
-                raise ValueError(f"layer: expected 0 to {self.layers - 1}, got {i!r}")
+        number = checks.known_int("layer", i)
+        if number is not None:
+            if not 0 <= number < self.layers:
+                raise ValueError(f"layer: expected 0 to {self.layers - 1}, got {number}")
             per_block = self.blocks[0].shape[1] // region
-            return i // per_block, i % per_block * region
+            return number // per_block, number % per_block * region
         if len(self.blocks) > 1:
             raise ValueError(
                 f"layer: a traced index needs all layers in one block, got {len(self.blocks)} "
@@ -221,6 +224,10 @@ class RingCache:
         b, position = checks.as_int32("b", b), checks.as_int32("next_position", next_position)
         checks.check_shape("b", b, ())
         checks.check_shape("next_position", position, ())
+        if checks.is_known(b) and not 0 <= b < self.slots:
+            raise ValueError(f"b: expected a state slot from 0 to {self.slots - 1}, got {b}")
+        if checks.is_known(position) and position < 0:
+            raise ValueError(f"next_position: expected 0 or more, got {position}")
         before = jnp.arange(1 - self.geometry.window, 0, dtype=jnp.int32)
         positions = jnp.maximum(position + before, -1)
         return self.geometry.slots(jnp.broadcast_to(b, positions.shape), positions)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels import V41, KVCacheFormat, checks
-from pallas_kernels.formats import SCALE_FLOORS, ScaleFloor, check_format
+from pallas_kernels.formats import SCALE_FLOORS, ScaleFloor, check_cache_format
 from pallas_kernels.transforms import PAIRINGS, turns_per_position
 from swa_jax.ring import RingGeometry
 
@@ -93,14 +93,18 @@ class AttentionConfig:
             )
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"{name}: expected a number above 0, got {value!r}")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not 0 < value < np.inf
+            ):
+                raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
         for name in ("query_norm", "hadamard"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         checks.check_choice("pairing", self.pairing, PAIRINGS)
         checks.check_choice("scale_floor", self.scale_floor, SCALE_FLOORS)
-        check_format(self.fmt)
+        check_cache_format("fmt", self.fmt)
         if self.fmt.num_elements != self.head_dim:
             raise ValueError(
                 f"fmt: expected rows of head_dim {self.head_dim} values, got {self.fmt.name} with "
@@ -110,6 +114,8 @@ class AttentionConfig:
             raise ValueError(
                 f"hadamard: expected a head_dim that is a power of two, got {self.head_dim}"
             )
+        if not isinstance(self.axis_names, AxisNames):
+            raise ValueError(f"axis_names: expected an AxisNames, got {self.axis_names!r}")
         for name in ("dtype", "param_dtype"):
             checks.check_choice(name, getattr(self, name), ("float32", "bfloat16"))
 

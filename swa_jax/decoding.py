@@ -189,11 +189,16 @@ def prefill(
     """
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"chunk: expected an integer of 1 or more, got {chunk!r}")
+    if isinstance(prompts, bytes | str):
+        raise ValueError("prompts: expected a list of prompts, got one")
     rows = [token_ids(model, f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
     if not rows:
         raise ValueError("prompts: expected at least one prompt, got none")
     state_ids = checks.as_int32("state_ids", state_ids)
     checks.check_shape("state_ids", state_ids, (len(rows),))
+    ids = np.asarray(state_ids)
+    if np.any((ids < 0) | (ids >= cache.slots)):
+        raise ValueError(f"state_ids: expected 0 to {cache.slots - 1}, got {ids.tolist()}")
     longest = max(map(len, rows))
     width = min(chunk, 1 << (longest - 1).bit_length())
     dtype = model.config.layers[0].dtype
@@ -251,7 +256,8 @@ def begin(
 def rollback(state: DecodeState, positions: ArrayLike, tokens: ArrayLike) -> DecodeState:
     """Requests that go on from earlier positions with other tokens.
 
-    Nothing is copied: rows of the positions given up are overwritten as the requests go on.
+    Nothing is copied: rows of the positions given up are overwritten as the requests go on. The
+    tokens given up may be chosen again: they count as remaining.
 
     Args:
       state: the requests.
@@ -281,7 +287,8 @@ def rollback(state: DecodeState, positions: ArrayLike, tokens: ArrayLike) -> Dec
             f"{np.asarray(state.highest).tolist()}, within rows that were stored, and not after "
             f"{now.tolist()}; got {new.tolist()}. Go back farther with a snapshot or a new prefill"
         )
-    return dataclasses.replace(state, positions=positions, tokens=tokens)
+    remaining = state.remaining + (state.positions - positions)
+    return dataclasses.replace(state, positions=positions, tokens=tokens, remaining=remaining)
 
 
 def token_ids(model: Decoder, name: str, values: Prompt) -> Int32[np.ndarray, " n"]:
@@ -295,6 +302,8 @@ def token_ids(model: Decoder, name: str, values: Prompt) -> Int32[np.ndarray, " 
     Raises:
       ValueError: there is none, or one is out of range.
     """
+    if isinstance(values, str):
+        raise ValueError(f"{name}: expected token ids or bytes, got text {values!r}")
     row = np.frombuffer(values, np.uint8) if isinstance(values, bytes) else np.asarray(values)
     if row.ndim != 1 or row.size == 0:
         raise ValueError(f"{name}: expected at least one token, got shape {row.shape}")

@@ -1,6 +1,7 @@
 """ExportedSlot: the rows of one request, to be put into another slot or process."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,6 @@ import numpy as np
 from jaxtyping import Array, Int32, UInt8
 
 from pallas_kernels import KVCacheFormat, checks
-from pallas_kernels.formats import FORMATS
 from pallas_kernels.serialization import register_serialization
 from swa_jax.files import read_safetensors, write_safetensors
 from swa_jax.ring import RingGeometry
@@ -38,8 +38,7 @@ class ExportedSlot:
         metadata = {
             "window": str(self.geometry.window),
             "capacity": str(self.geometry.capacity),
-            "format": self.fmt.name,
-            "width": str(self.fmt.num_elements),
+            "format": json.dumps(dataclasses.asdict(self.fmt)),
             "next_position": str(int(self.next_position)),
         }
         return write_safetensors({"rows": np.asarray(self.data)}, metadata)
@@ -53,12 +52,14 @@ class ExportedSlot:
         """
         tensors, metadata = read_safetensors(data, "exported slot")
         try:
-            fmt = FORMATS[metadata["format"]].with_width(int(metadata["width"]))
+            fmt = KVCacheFormat(**json.loads(metadata["format"]))
             geometry = RingGeometry(int(metadata["window"]), int(metadata["capacity"]))
             next_position = checks.as_int32("next_position", int(metadata["next_position"]))
             rows = tensors["rows"]
         except KeyError as error:
             raise ValueError(f"exported slot: expected an entry {error}, got none") from None
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"exported slot: expected another header, got {error}") from None
         if rows.dtype != np.uint8:
             raise ValueError(f"exported slot: expected uint8 rows, got {rows.dtype}")
         checks.check_shape("exported slot", rows, (None, geometry.window - 1, fmt.row_bytes))

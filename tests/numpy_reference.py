@@ -58,8 +58,9 @@ def quantize(x, fmt, scale_floor="amax"):
     x = np.where(finite, x, np.float32(0))
     parts, nan = [], []
     scales = nan_scales = np.empty((n, 0), np.uint8)
-    if fmt.quantized_dtype is not None:
+    if fmt.raw_dtype != "float32":
         x = to_bfloat16(np.clip(x, -LARGEST_QUANTIZED, LARGEST_QUANTIZED))
+    if fmt.quantized_dtype is not None:
         groups = x[:, : fmt.quantized_elements].reshape(n, -1, fmt.elements_per_scale)
         amax = np.abs(groups).max(axis=2)
         floor = np.float32(1e-4)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import attention_config, decoder_config, decoder_params
+from small_models import QUICK_COMPILATION, attention_config, decoder_config, decoder_params
 
 import swa_jax as swa
 from swa_jax import decoding, recompute
@@ -370,7 +370,8 @@ def compiled_block(slots: int):
         return decoding.DecodeState(empty_cache(slots), *each, stops, swa.Sampling.build(BATCH))
 
     state = jax.eval_shape(make)
-    return decoding.decode_block.lower(MODEL, PARAMS, state, BLOCK).compile(), state.cache.nbytes
+    lowered = decoding.decode_block.lower(MODEL, PARAMS, state, BLOCK)
+    return lowered.compile(QUICK_COMPILATION), state.cache.nbytes
 
 
 def test_the_compiled_block_copies_no_cache():

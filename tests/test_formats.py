@@ -313,6 +313,14 @@ def test_the_largest_float32_stays_finite(sign):
     np.testing.assert_array_equal(values[1:], 0)
 
 
+@pytest.mark.parametrize("fmt", [V4, V32, BF16], ids=lambda fmt: fmt.name)
+def test_the_largest_float32_stays_finite_as_a_raw_bfloat16(fmt):
+    x = np.zeros((1, fmt.num_elements), np.float32)
+    x[0, -2:] = FLOAT32_MAX, -FLOAT32_MAX
+    values = np.asarray(dequantize_rows(quantize_rows(x, fmt), fmt))
+    assert values[0, -2:].tolist() == [240 * 2.0**120, -240 * 2.0**120]
+
+
 def test_each_group_has_its_own_scale_and_place():
     row = np.repeat(np.exp2(np.arange(16.0) - 8), 32).astype(np.float32)[None]
     data = np.asarray(quantize_rows(row, V41))

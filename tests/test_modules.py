@@ -75,7 +75,7 @@ def test_the_metadata_says_which_call_it_is():
             {"rows": True, "meta": "other"},
             r"meta: expected a geometry of window, capacity \(3, 9\)",
         ),
-        ({"rows": "other", "meta": "decode"}, "rows: expected format V41, got F32"),
+        ({"rows": "other", "meta": "decode"}, "rows: expected format V41 of 64 values, got F32"),
         ({"segment_ids": True}, r"segment_ids: expected shape \(1, 2\)"),
     ],
 )
@@ -443,9 +443,9 @@ def test_equal_configurations_share_a_compilation():
         ({"window": True}, "window: expected an integer of 1 or more, got True"),
         ({"window": 2.0}, "window: expected an integer of 1 or more, got 2.0"),
         ({"draft_tokens": -1}, "draft_tokens: expected an integer of 0 or more, got -1"),
-        ({"rope_theta": 0.0}, "rope_theta: expected a number above 0, got 0.0"),
-        ({"norm_eps": "small"}, "norm_eps: expected a number above 0"),
-        ({"norm_eps": float("nan")}, "norm_eps: expected a number above 0, got nan"),
+        ({"rope_theta": 0.0}, "rope_theta: expected a finite number above 0, got 0.0"),
+        ({"norm_eps": "small"}, "norm_eps: expected a finite number above 0"),
+        ({"norm_eps": float("nan")}, "norm_eps: expected a finite number above 0, got nan"),
         ({"hadamard": 1}, "hadamard: expected True or False, got 1"),
         (
             {"hadamard": True, "head_dim": 96, "fmt": swa.V41.with_width(96)},

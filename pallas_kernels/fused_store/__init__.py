@@ -3,7 +3,7 @@
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from pallas_kernels import checks, dispatch
-from pallas_kernels.formats import SCALE_FLOORS, ScaleFloor
+from pallas_kernels.formats import SCALE_FLOORS, ScaleFloor, check_cache_format
 from pallas_kernels.fused_store import xla
 from pallas_kernels.storage import KVRows, check_rows
 from pallas_kernels.transforms import PAIRINGS
@@ -52,10 +52,7 @@ def fused_store(
       NotImplementedError: the implementation named cannot do it.
     """
     check_rows(rows)
-    if rows.fmt.scale_dtype == "float32":
-        raise ValueError(
-            f"rows: format {rows.fmt.name} is for conversion only: its value is a part of its row"
-        )
+    check_cache_format("rows", rows.fmt)
     width = rows.fmt.num_elements
     checks.check_floating("latents", latents)
     checks.check_shape("latents", latents, (None, width))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Float32, Int, UInt8
 
 from pallas_kernels import checks, dispatch
-from pallas_kernels.formats import KVCacheFormat, check_format
+from pallas_kernels.formats import KVCacheFormat, check_cache_format
 from pallas_kernels.fused_store import check_rotation
 from pallas_kernels.indexed_attention import xla
 from pallas_kernels.serialization import register_serialization
@@ -103,13 +103,15 @@ def indexed_attention(
     if cos is not None:
         check_rotation(width, n, cos, sin, pairing)
     if output_format is not None:
-        check_format(output_format)
+        check_cache_format("output_format", output_format)
         if output_format.num_elements != width:
             raise ValueError(
                 f"output_format: expected rows of {width} values, got {output_format.num_elements}"
             )
     run = dispatch.select("indexed_attention", implementation, _IMPLEMENTATIONS)
-    factor = jnp.asarray(width**-0.5 if scale is None else scale, jnp.float32)
+    factor = width**-0.5 if scale is None else scale
+    checks.check_shape("scale", factor, ())
+    factor = jnp.asarray(factor, jnp.float32)
     return run(
         q, rows, indices, lengths, extra, sink, factor, query_norm_eps, cos, sin, pairing,
         output_format,
@@ -123,13 +125,11 @@ def _check_cache(name, rows, indices, lengths, n, width):
             f"{name}: expected rows of {width} values as the queries have, got format "
             f"{rows.fmt.name} with {rows.fmt.num_elements}"
         )
-    if rows.fmt.scale_dtype == "float32":
-        raise ValueError(
-            f"{name}: format {rows.fmt.name} is for conversion only: its value is a part of its row"
-        )
-    indices = checks.as_int32("indices", indices)
-    checks.check_shape("indices", indices, (n, None))
+    check_cache_format(name, rows.fmt)
+    owner = name.removesuffix("rows")
+    indices = checks.as_int32(f"{owner}indices", indices)
+    checks.check_shape(f"{owner}indices", indices, (n, None))
     if lengths is not None:
-        lengths = checks.as_int32("lengths", lengths)
-        checks.check_shape("lengths", lengths, (n,))
+        lengths = checks.as_int32(f"{owner}lengths", lengths)
+        checks.check_shape(f"{owner}lengths", lengths, (n,))
     return indices, lengths
