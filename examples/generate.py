@@ -179,18 +179,27 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="generate.py",
         description="Continues a text with the byte model, through the ring cache.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("prompt", nargs="?", metavar="PROMPT",
         help="text to continue; by default the start of a Python file")  # fmt: skip
     add("--file", type=Path, help="take the prompt from a file; it may be longer than the window")
-    add("--bytes", type=int, default=200, metavar="N", help="bytes to generate")
-    add("--temperature", type=float, default=0.7, help="0 takes the likeliest byte each time")
-    add("--top-k", type=int, default=0, help="only the K likeliest bytes; 0: all")
-    add("--top-p", type=float, default=1.0, help="only the likeliest bytes up to this probability")
-    add("--seed", type=int, default=0, help="of the sampling")
-    add("--weights", type=Path, default=WEIGHTS, help="file written by train_bytes.py")
+    add("--bytes", type=int, default=200, metavar="N", help="bytes to generate (200)")
+    add("--temperature", type=float, default=0.7, help="0 takes the likeliest byte each time (0.7)")
+    add("--top-k", type=int, default=0, help="only the K likeliest bytes; 0: all (0)")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="only the likeliest bytes up to this probability (1)",
+    )
+    add("--seed", type=int, default=0, help="decides what is sampled (0)")
+    add(
+        "--weights",
+        type=Path,
+        default=WEIGHTS,
+        help="file written by train_bytes.py (the shipped one)",
+    )
     add("--report", type=Path, metavar="FILE", help="write the report as JSON")
     add("--quiet", action="store_true", help="only the report")
     add("--evaluate", type=Path, metavar="FILE",
@@ -202,8 +211,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--rows", type=int, metavar="N",
         help="with an evaluation: N evenly spaced rows of 4096 bytes instead of all")  # fmt: skip
     options = parser.parse_args(arguments)
-    if options.prompt is not None and options.file is not None:
-        parser.error("expected a PROMPT or --file, got both")
+    evaluations = (options.evaluate is not None) + options.evaluate_held_out
+    prompts = (options.prompt is not None) + (options.file is not None)
+    if evaluations + prompts > 1:
+        parser.error("expected one of PROMPT, --file, --evaluate and --evaluate-held-out, got more")
+    if options.report is not None and not options.report.parent.is_dir():
+        parser.error(f"argument --report: expected a file in a folder, got {options.report}")
     if not 1 <= options.bytes < 2**31:
         parser.error(f"argument --bytes: expected 1 to {2**31 - 1}, got {options.bytes}")
     if options.rows is not None and options.rows < 1:

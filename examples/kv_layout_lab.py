@@ -18,6 +18,7 @@ LAYERS, WIDTH, CONTEXT, WINDOW, DRAFTS = 32, 128, 4096, 128, 5
 BOUNDARY_POSITIONS = (127, 128, 133, 134)
 LATE_POSITION = 1000  # any position at which the window is full and the ring has wrapped
 SMALL_RING, PREFIX_END = RingGeometry(window=3, capacity=5), 3
+LONGEST_CHUNK = 1000  # last position of a chunk whose hazards are listed one by one
 
 
 def generic(kv_heads: int, bytes_per_element: int) -> dict[str, float]:
@@ -152,8 +153,10 @@ def compute(
     Raises:
       ValueError: if a number is out of range.
     """
-    if chunk_end <= PREFIX_END:
-        raise ValueError(f"chunk_end: expected more than {PREFIX_END}, got {chunk_end}")
+    if not PREFIX_END < chunk_end <= LONGEST_CHUNK:
+        raise ValueError(
+            f"chunk_end: expected {PREFIX_END + 1} to {LONGEST_CHUNK}, got {chunk_end}"
+        )
     geometry = RingGeometry.for_drafts(WINDOW, draft_tokens=DRAFTS)
     largest = 2**31 // geometry.capacity - 1  # slots are int32
     if not 0 <= state_id <= largest:

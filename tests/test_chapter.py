@@ -78,7 +78,7 @@ def test_text_holds_the_figures(monkeypatch, capsys, lab, figures):
         ("attention_lab", ["--plot", "no/such/folder/a.png"], "no/such/folder"),
         ("kv_layout_lab", ["--kv-heads", "-1"], "kv_heads: expected"),
         ("kv_layout_lab", ["--state-id", "-2"], "state_id: expected"),
-        ("kv_layout_lab", ["--chunk-end", "3"], "chunk_end: expected more than 3, got 3"),
+        ("kv_layout_lab", ["--chunk-end", "3"], "chunk_end: expected 4 to 1000, got 3"),
     ],
 )
 def test_bad_options_are_refused_without_a_traceback(monkeypatch, capsys, lab, arguments, message):

@@ -205,7 +205,7 @@ def test_evaluation_of_a_file_agrees_with_its_uncut_text(run, folder, monkeypatc
         (["--file", "empty"], "empty: expected at least one byte, got an empty file"),
         (["--file", "missing"], "No such file or directory: 'missing'"),
         (["--file", "."], "Is a directory"),
-        (["text", "--file", "long.bin"], "expected a PROMPT or --file, got both"),
+        (["text", "--file", "long.bin"], "expected one of PROMPT, --file, --evaluate and"),
         (["--weights", "missing"], "No such file or directory: 'missing'"),
         (["--weights", "."], "Is a directory"),
         (["--weights", "empty"], "empty: expected a whole safetensors file"),
@@ -246,7 +246,8 @@ def test_a_report_that_cannot_be_written_is_one_line(run):
     status, _, err, _ = run("abc", "--bytes", "1", "--report", "missing/report.json")
     assert status == 2
     assert err == (
-        "generate.py: error: [Errno 2] No such file or directory: 'missing/report.json'\n"
+        "generate.py: error: argument --report: expected a file in a folder, got "
+        "missing/report.json\n"
     )
 
 
