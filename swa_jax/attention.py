@@ -140,7 +140,10 @@ def decode_attention(
       implementation: of both operations.
 
     Returns:
-      The heads' outputs, rotated back, and the new rows.
+      The heads' outputs, rotated back, in q's dtype[B, T, H, D], and the new rows.
+
+    Raises:
+      NotImplementedError: the implementation named cannot do it.
     """
     count = meta.slots.shape[0]
     cos, sin = (angle.reshape(count, -1) for angle in rotation)
@@ -188,7 +191,17 @@ def prefill_attention(
 ) -> tuple[Float[Array, "b t h d"], KVRows]:
     """Reads the old window, attends over old rows and new ones, then stores those that survive.
 
-    Arguments and results as `decode_attention`.
+    Args:
+      params: at least kv_norm [D] and sinks [H].
+      q: floating[B, T, H, D], queries before norm and rotation.
+      latents: floating[B, T, D], rows before norm and rotation.
+      rotation: cosines and sines at meta.positions, float32[B, T, R / 2] each.
+      rows: this layer's view of the cache.
+      meta: addresses of the chunk.
+      config: the layer's configuration.
+
+    Returns:
+      The heads' outputs, rotated back, in q's dtype[B, T, H, D], and the new rows.
     """
     old = load_rows(rows, meta.window_slots)
     new = quantize_rows(_row(params, latents, rotation, config), config.fmt, config.scale_floor)
@@ -221,8 +234,18 @@ def sequence_attention(
 ) -> Float[Array, "b t h d"]:
     """Attention within whole sequences, without a cache; differentiable.
 
-    Arguments as `decode_attention`. With `round_trip` the rows go through their format and back, as
-    they do in a cache, and gradients pass straight through.
+    Args:
+      params: at least kv_norm [D] and sinks [H].
+      q: floating[B, T, H, D], queries before norm and rotation.
+      latents: floating[B, T, D], rows before norm and rotation.
+      rotation: cosines and sines at meta.positions, float32[B, T, R / 2] each.
+      meta: positions and segments.
+      config: the layer's configuration.
+      round_trip: whether rows go through their format and back, as they do in a cache; gradients
+        pass straight through.
+
+    Returns:
+      The heads' outputs, rotated back, in q's dtype[B, T, H, D].
     """
     row = _row(params, latents, rotation, config)
     if round_trip:

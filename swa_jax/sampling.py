@@ -73,7 +73,15 @@ class Sampling:
 
 
 def request_keys(key: Key[Array, ""], batch: int) -> Key[Array, " b"]:
-    """A key for each of `batch` requests; the i-th does not depend on how many there are."""
+    """A key for each of `batch` requests; the i-th does not depend on how many there are.
+
+    Args:
+      key: a key of `jax.random.key`.
+      batch: B.
+
+    Returns:
+      B keys.
+    """
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch, dtype=jnp.uint32))
 
 

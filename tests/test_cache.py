@@ -138,7 +138,10 @@ def test_layers_of_several_blocks_never_mix(monkeypatch):
         (lambda: empty(layers=2.0), "layers: expected an integer of 1 or more, got 2.0"),
         (lambda: empty(fmt="V41"), "fmt: expected a KVCacheFormat, got str"),
         # (2**31 - 1) // 192
-        (lambda: empty(slots=11_184_811), "slots: expected at most 11184810, the limit of 2 GiB"),
+        (
+            lambda: jax.eval_shape(lambda: empty(slots=11_184_811)),
+            "slots: expected at most 11184810, the limit of 2 GiB",
+        ),
         (lambda: empty().layer(3), "layer: expected 0 to 2, got 3"),
         (lambda: empty().layer(-1), "layer: expected 0 to 2, got -1"),
         (lambda: empty().layer(True), "layer: expected an integer, got True"),
