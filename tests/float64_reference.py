@@ -33,6 +33,15 @@ def rotate(x: np.ndarray, positions: np.ndarray, config: AttentionConfig, sign: 
     return out
 
 
+def shared_rows(
+    params: Mapping[str, Any], x: np.ndarray, config: AttentionConfig, positions: np.ndarray
+) -> np.ndarray:
+    """The rows [T, D] that x [T, hidden] gives, unrounded: key and value of every head."""
+    kernel, norm = (np.asarray(params[name], np.float64) for name in ("q_a_kv", "kv_norm"))
+    latent = np.asarray(x, np.float64) @ kernel[config.q_lora_rank :].T
+    return rotate(rms_norm(latent, norm, config.norm_eps), positions, config, +1)
+
+
 def attention_layer(
     params: Mapping[str, Any],
     x: np.ndarray,
@@ -56,16 +65,14 @@ def attention_layer(
     x = np.asarray(x, np.float64)
     tokens, heads, width = len(x), config.num_heads, config.head_dim
     positions = np.arange(tokens) if positions is None else np.asarray(positions, np.int64)
-    projected = x @ weights["q_a_kv"].T
-    query, latent = np.split(projected, [config.q_lora_rank], axis=1)
+    query = x @ weights["q_a_kv"][: config.q_lora_rank].T
     query = rms_norm(query, weights["q_a_norm"], config.norm_eps) @ weights["q_b"].T
     query = query.reshape(tokens, heads, width)
     if config.query_norm:
         query = rms_norm(query, 1.0, config.norm_eps)
     query = rotate(query, positions, config, +1)
     if rows is None:
-        latent = rms_norm(latent, weights["kv_norm"], config.norm_eps)
-        rows = rotate(latent, positions, config, +1)
+        rows = shared_rows(params, x, config, positions)
     distance = positions[:, None] - positions[None, :]
     visible = (distance >= 0) & (distance < config.window)
     scores = np.einsum("thd,sd->hts", query, rows) * width**-0.5

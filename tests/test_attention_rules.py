@@ -13,7 +13,7 @@ import pytest
 from small_models import activations, attention_config, largest_error, layer_params
 
 import swa_jax as swa
-from pallas_kernels import KVRows
+from pallas_kernels import KVRows, load_rows
 
 WINDOW, CAPACITY = 3, 9
 SLOTS, BATCH, TOKENS = 4, 2, 7
@@ -249,9 +249,13 @@ def test_positions_up_to_the_last_int32_are_exact():
     padded = np.pad(x[:, :2], ((0, 0), (0, TOKENS - 2), (0, 0)))
     state_ids, starts = np.int32([3, 0]), np.full(2, first - 2, np.int32)
     _, rows = forms.prefill(rows, padded, state_ids, starts, np.full(2, 2, np.int32))
+    # outputs depend on distances; the rows themselves show the angles
+    slots = EXACT.geometry.slots(np.full(TOKENS, 3), positions[2:])
+    stored = float64_reference.shared_rows(params, x[0, 2:], EXACT, positions[2:])
     for form in (forms.decode, forms.prefill):
-        y, _ = form(rows, x[:, 2:], state_ids, starts + 2, np.full(2, TOKENS, np.int32))
+        y, after = form(rows, x[:, 2:], state_ids, starts + 2, np.full(2, TOKENS, np.int32))
         assert largest_error(y, want) <= 2e-6
+        assert largest_error(np.asarray(load_rows(after, slots)).view(np.float32), stored) <= 2e-6
     places = np.tile(positions[2:].astype(np.int32), (2, 1))
     y = forms.sequence(x[:, 2:], places, np.zeros_like(places))
     assert largest_error(y[:, 2:], want[:, 2:]) <= 2e-6  # the first two lack their old rows

@@ -172,7 +172,8 @@ def test_a_saved_decode_step_is_the_step_and_updates_the_cache_in_place():
         assert isinstance(caches[0], swa.RingCache)
         assert caches[0].geometry == config.geometry
         chex.assert_trees_all_equal(got, want)
-        chex.assert_trees_all_equal(caches[0], caches[1])
+        # Of copies: a buffer that NumPy looks at cannot be donated any more.
+        chex.assert_trees_all_equal(caches[0].snapshot(), caches[1].snapshot())
 
 
 def test_every_pytree_of_the_library_survives_a_saved_program():
