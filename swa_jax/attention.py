@@ -11,6 +11,7 @@ from pallas_kernels import (
     KVRows,
     checks,
     dequantize_rows,
+    dispatch,
     fused_store,
     indexed_attention,
     load_rows,
@@ -108,7 +109,9 @@ def attention_layer(
                 *arguments, rows, meta, config, implementation=implementation
             )
         else:
-            out, rows = prefill_attention(*arguments, rows, meta, config)
+            out, rows = prefill_attention(
+                *arguments, rows, meta, config, implementation=implementation
+            )
     groups = out.astype(dtype).reshape(batch, tokens, config.o_groups, -1)
     o_a = params["o_a"].astype(dtype).reshape(config.o_groups, config.o_lora_rank, -1)
     low_rank = jnp.einsum("btgd,grd->btgr", groups, o_a).reshape(batch, tokens, -1)
@@ -188,6 +191,8 @@ def prefill_attention(
     rows: KVRows,
     meta: PrefillMetadata,
     config: AttentionConfig,
+    *,
+    implementation: Implementation = None,
 ) -> tuple[Float[Array, "b t h d"], KVRows]:
     """Reads the old window, attends over old rows and new ones, then stores those that survive.
 
@@ -199,10 +204,15 @@ def prefill_attention(
       rows: this layer's view of the cache.
       meta: addresses of the chunk.
       config: the layer's configuration.
+      implementation: of the attention.
 
     Returns:
       The heads' outputs, rotated back, in q's dtype[B, T, H, D], and the new rows.
+
+    Raises:
+      NotImplementedError: the implementation named cannot do it.
     """
+    attend = dispatch.select("prefill_attention", implementation, {"xla": window_attention})
     old = load_rows(rows, meta.window_slots)
     new = quantize_rows(_row(params, latents, rotation, config), config.fmt, config.scale_floor)
     # The store's addresses depend on the bytes that were read. Nothing else tells XLA that the
@@ -211,7 +221,7 @@ def prefill_attention(
     slots = meta.slots + never
     rows = store_rows(rows, new.reshape(-1, config.fmt.row_bytes), slots)
     segments = jnp.where(jnp.concatenate([meta.window_slots, meta.positions], 1) >= 0, 0, -1)
-    out = window_attention(
+    out = attend(
         _prepare_queries(q, rotation, config),
         dequantize_rows(jnp.concatenate([old, new], axis=1), config.fmt),
         segments,

@@ -105,6 +105,16 @@ def test_rows_of_another_width_are_told_apart_in_the_message():
         layer.apply(layer_params(CONFIG), X, cache.layer(0), prefill_metadata(0))
 
 
+@pytest.mark.parametrize("call", ["prefill", "decode"])
+def test_a_layer_does_not_replace_a_named_implementation(call):
+    layer = swa.SlidingWindowAttention(CONFIG, implementation="triton")
+    meta = prefill_metadata(0)
+    if call == "decode":
+        meta = swa.DecodeMetadata.build(CONFIG.geometry, [0], [[0, 1, 2, 3]])
+    with pytest.raises(NotImplementedError, match="'triton' does not exist yet; 'xla' can do it"):
+        layer.apply(layer_params(CONFIG), X, cache_of(1).layer(0), meta)
+
+
 def test_a_scale_is_one_number():
     rows = KVRows.create(1, 3, CONFIG.fmt)
     q = jnp.zeros((1, 2, 64), jnp.float32)
