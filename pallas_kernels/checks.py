@@ -59,6 +59,19 @@ def known_int(name: str, value: Any) -> int | None:
     return int(array)
 
 
+def as_float(name: str, value: Any) -> float:
+    """A number that is part of the program, not of its data.
+
+    Raises:
+      ValueError: it is traced, or not a number.
+    """
+    if is_known(value):
+        array = np.asarray(value)
+        if not array.shape and array.dtype.kind in "iuf":
+            return float(array)
+    raise ValueError(f"{name}: expected a number known when the program is traced, got {value!r}")
+
+
 def check_shape(name: str, value: ArrayLike, expected: Sequence[int | None]) -> None:
     """Raises ValueError unless the shape is `expected`, where None stands for any size."""
     shape = jnp.shape(value)

@@ -66,9 +66,16 @@ def decode_e4m3(codes: UInt8[Array, "*s"]) -> Float32[Array, "*s"]:
     The code is moved into float16, whose exponent range holds subnormal codes as well: float32
     and bfloat16 subnormals are flushed to zero on CPUs.
     """
-    wide = codes.astype(jnp.uint16)
-    half = lax.bitcast_convert_type(((wide & 0x80) << 8) | ((wide & 0x7F) << 7), jnp.float16)
+    # Sign extension puts the sign in both bits above the code; one of them is cleared.
+    wide = lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int16)
+    half = lax.bitcast_convert_type((wide << 7) & jnp.int16(-0x4001), jnp.float16)
     return half.astype(jnp.float32) * jnp.float32(256.0)
+
+
+def decode_e4m3_scale(codes: UInt8[Array, "*s"]) -> Float32[Array, "*s"]:
+    """The exact float32 values of e4m3 codes, the NaN codes included."""
+    nan = (codes & 0x7F) == E4M3_NAN
+    return jnp.where(nan, jnp.float32(jnp.nan), decode_e4m3(codes))
 
 
 def encode_e2m1(x: Float32[Array, "*s"], scale: Float32[Array, "*#s"]) -> UInt8[Array, "*s"]:
@@ -87,12 +94,10 @@ def encode_e2m1(x: Float32[Array, "*s"], scale: Float32[Array, "*#s"]) -> UInt8[
 
 
 def decode_e2m1(codes: UInt8[Array, "*s"]) -> Float32[Array, "*s"]:
-    """The exact float32 values of e2m1 codes in the low nibble."""
-    magnitude = (codes & 0x7).astype(jnp.int32)
-    exponent, mantissa = magnitude >> 1, magnitude & 1
-    normal = bits_float(((exponent + 126) << 23) | (mantissa << 22))
-    value = jnp.where(exponent == 0, mantissa.astype(jnp.float32) * jnp.float32(0.5), normal)
-    return jnp.where((codes & 0x8) != 0, -value, value)
+    """The exact float32 values of e2m1 codes in the low nibble, through float16 as e4m3's."""
+    wide = codes.astype(jnp.uint16)
+    half = lax.bitcast_convert_type(((wide & 0x8) << 12) | ((wide & 0x7) << 9), jnp.float16)
+    return half.astype(jnp.float32) * jnp.float32(2.0**14)
 
 
 def divide(a: Float32[Array, "*s"], b: Float32[Array, "*#s"]) -> Float32[Array, "*s"]:

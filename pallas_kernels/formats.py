@@ -16,11 +16,11 @@ SCALE_FLOORS = ("amax", "scale")
 # Floor of a group: the model's own code bounds amax, FlashMLA and vLLM bound the scale.
 _FLOOR = 1e-4
 # Both become a smallest exponent byte: ceil(log2(.)) is monotone, so it commutes with the maximum.
-_SMALLEST_UE8M0 = {
+SMALLEST_UE8M0 = {
     "amax": 127 + math.ceil(math.log2(_FLOOR / codec.E4M3_MAX)),
     "scale": 127 + math.ceil(math.log2(_FLOOR)),
 }
-_FP4_SCALE_FLOOR = 2.0**-9  # the smallest positive e4m3 number
+FP4_SCALE_FLOOR = 2.0**-9  # the smallest positive e4m3 number
 
 _SCALE_BYTES = {"ue8m0": 1, "e4m3": 1, "float32": 4}
 _RAW_BYTES = {"bfloat16": 2, "float32": 4}
@@ -308,7 +308,7 @@ def _quantize_groups(x, fmt, scale_floor):
     groups = x.reshape(*x.shape[:-1], fmt.num_scales, fmt.elements_per_scale)
     amax = jnp.max(jnp.abs(groups), axis=-1)
     if fmt.scale_dtype == "ue8m0":
-        exponent = codec.power_of_two_scale(amax, _SMALLEST_UE8M0[scale_floor])
+        exponent = codec.power_of_two_scale(amax, SMALLEST_UE8M0[scale_floor])
         inverse = codec.bits_float((254 - exponent) << 23)
         scaled = groups * inverse[..., None]
         scales = exponent.astype(jnp.uint8)
@@ -324,7 +324,7 @@ def _quantize_groups(x, fmt, scale_floor):
         # Whether XLA divides or multiplies by 1/6 does not matter: amax is a bfloat16, so its sixth
         # is a tie of two e4m3 codes in both, or far from one.
         scale = amax / jnp.float32(codec.E2M1_MAX)
-        scales = codec.encode_e4m3(jnp.maximum(scale, jnp.float32(_FP4_SCALE_FLOOR)))
+        scales = codec.encode_e4m3(jnp.maximum(scale, jnp.float32(FP4_SCALE_FLOOR)))
         codes = codec.encode_e2m1(groups, codec.decode_e4m3(scales)[..., None])
         codes = codes.reshape(*x.shape[:-1], fmt.quantized_bytes, 2)
         return codes[..., 0] | (codes[..., 1] << 4), scales
@@ -342,8 +342,7 @@ def _dequantize_groups(data, scales, fmt):
     elif fmt.scale_dtype == "float32":
         scale = codec.from_bytes(scales, jnp.dtype(jnp.float32))
     else:
-        nan = (scales & 0x7F) == codec.E4M3_NAN
-        scale = jnp.where(nan, jnp.float32(jnp.nan), codec.decode_e4m3(scales))
+        scale = codec.decode_e4m3_scale(scales)
     groups = values.reshape(*values.shape[:-1], fmt.num_scales, fmt.elements_per_scale)
     return (groups * scale[..., None]).reshape(values.shape)
 

@@ -185,29 +185,27 @@ def doctor(arguments: argparse.Namespace) -> int:
         found = {name: _outcome(probe, name) for name in dispatch.IMPLEMENTATIONS}
         default = _outcome(probe, None)
         default_runs &= default is None
-        runnable = [name for name, failure in found.items() if failure is None]
         if default is not None:
             print(f"{operation}: the default fails: {default}")
-        elif runnable == ["xla"]:
-            print(f"{operation}: implementation=None runs xla, the only one that runs here")
         else:
-            print(f"{operation}: implementation=None runs; by name: {', '.join(runnable)}")
+            on_gpu = jax.default_backend() == "gpu" and found["triton"] is None
+            print(f"{operation}: implementation=None runs {'triton' if on_gpu else 'xla'}")
         for name, failure in found.items():
             print(f"  {name:<10} {failure or 'runs here'}")
     return 0 if default_runs else 1
 
 
 def _probe_rows() -> KVRows:
-    return KVRows.create(slots=1, rows_per_slot=2, fmt=V41.with_width(32))
+    return KVRows.create(slots=1, rows_per_slot=2, fmt=V41.with_width(64))
 
 
 def _probe_fused_store(implementation: dispatch.Implementation) -> KVRows:
     angles = jnp.zeros((1, 8), jnp.float32)
     return fused_store(
         _probe_rows(),
-        jnp.ones((1, 32), jnp.float32),
+        jnp.ones((1, 64), jnp.bfloat16),
         jnp.zeros(1, jnp.int32),
-        norm_weight=jnp.ones(32, jnp.float32),
+        norm_weight=jnp.ones(64, jnp.float32),
         norm_eps=1e-6,
         cos=angles + 1,
         sin=angles,
@@ -218,7 +216,7 @@ def _probe_fused_store(implementation: dispatch.Implementation) -> KVRows:
 def _probe_indexed_attention(
     implementation: dispatch.Implementation,
 ) -> tuple[jax.Array, jax.Array]:
-    query, indices = jnp.ones((1, 16, 32), jnp.float32), jnp.zeros((1, 1), jnp.int32)
+    query, indices = jnp.ones((1, 16, 64), jnp.bfloat16), jnp.zeros((1, 1), jnp.int32)
     return indexed_attention(query, _probe_rows(), indices, implementation=implementation)
 
 

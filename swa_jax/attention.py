@@ -5,15 +5,14 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import (
     KVRows,
     checks,
     dequantize_rows,
-    dispatch,
     fused_store,
-    indexed_attention,
     load_rows,
     quantize_rows,
     store_rows,
@@ -23,11 +22,12 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.fused_store.xla import transform_rows
 from pallas_kernels.storage import check_rows
 from swa_jax.band import window_attention
+from swa_jax.chunk import chunk_attention, chunk_rows
 from swa_jax.config import AttentionConfig
+from swa_jax.heads import Rotation, attend_indexed, finish, prepare_queries
 from swa_jax.metadata import DecodeMetadata, PrefillMetadata, SequenceMetadata
 
 AttentionParams = Mapping[str, Array]
-Rotation = tuple[Float32[Array, "b t half"], Float32[Array, "b t half"]]
 
 
 def parameter_shapes(config: AttentionConfig) -> dict[str, tuple[int, ...]]:
@@ -163,24 +163,8 @@ def decode_attention(
         scale_floor=config.scale_floor,
         implementation=implementation,
     )
-    if config.hadamard:  # the transform stands between the rotation and the dot products
-        queries = _prepare_queries(q, rotation, config).reshape(count, *q.shape[2:])
-        out, _ = indexed_attention(
-            queries, rows, meta.indices, sink=params["sinks"], implementation=implementation
-        )
-        return _finish(out.reshape(q.shape).astype(jnp.float32), rotation, config, q.dtype), rows
-    out, _ = indexed_attention(
-        q.reshape(count, *q.shape[2:]),
-        rows,
-        meta.indices,
-        sink=params["sinks"],
-        query_norm_eps=config.norm_eps if config.query_norm else None,
-        cos=cos,
-        sin=sin,
-        pairing=config.pairing,
-        implementation=implementation,
-    )
-    return out.reshape(q.shape), rows
+    out = attend_indexed(q, rotation, rows, meta.indices, params["sinks"], config, implementation)
+    return out, rows
 
 
 def prefill_attention(
@@ -212,24 +196,18 @@ def prefill_attention(
     Raises:
       NotImplementedError: the implementation named cannot do it.
     """
-    attend = dispatch.select("prefill_attention", implementation, {"xla": window_attention})
-    old = load_rows(rows, meta.window_slots)
-    new = quantize_rows(_row(params, latents, rotation, config), config.fmt, config.scale_floor)
-    # The store's addresses depend on the bytes that were read. Nothing else tells XLA that the
-    # read comes first, and it would keep the old cache alive by copying it whole.
-    never = jnp.max(old.astype(jnp.int32), initial=0) >> 8
+    old = lax.optimization_barrier(load_rows(rows, meta.window_slots))
+    new = chunk_rows(latents, params["kv_norm"], rotation, config, implementation)
+    # The store's addresses depend on the bytes that were read, once and for all users (hence the
+    # barrier). Nothing else tells XLA that the read comes first, and it would keep the old cache
+    # alive by copying it whole.
+    never = jnp.max(old[:1, :1, :1].astype(jnp.int32), initial=0) >> 8
     slots = meta.slots + never
     rows = store_rows(rows, new.reshape(-1, config.fmt.row_bytes), slots)
     segments = jnp.where(jnp.concatenate([meta.window_slots, meta.positions], 1) >= 0, 0, -1)
-    out = attend(
-        _prepare_queries(q, rotation, config),
-        dequantize_rows(jnp.concatenate([old, new], axis=1), config.fmt),
-        segments,
-        window=config.window,
-        sink=params["sinks"].astype(jnp.float32),
-        scale=jnp.float32(config.head_dim**-0.5),
-    )
-    return _finish(out, rotation, config, q.dtype), rows
+    data = jnp.concatenate([old, new], axis=1)
+    out = chunk_attention(q, data, segments, params["sinks"], rotation, config, implementation)
+    return out, rows
 
 
 def sequence_attention(
@@ -262,14 +240,14 @@ def sequence_attention(
         row = _round_trip(row, config)
     old = ((0, 0), (config.window - 1, 0))
     out = window_attention(
-        _prepare_queries(q, rotation, config),
+        prepare_queries(q, rotation, config),
         jnp.pad(row, (*old, (0, 0))),
         jnp.pad(meta.segment_ids, old, constant_values=-1),
         window=config.window,
         sink=params["sinks"].astype(jnp.float32),
         scale=jnp.float32(config.head_dim**-0.5),
     )
-    return _finish(out, rotation, config, q.dtype)
+    return finish(out, rotation, config, q.dtype)
 
 
 def _project(x: Float[Array, "*n i"], kernel: Float[Array, "o i"]) -> Float[Array, "*n o"]:
@@ -281,28 +259,6 @@ def _row(params, latents, rotation: Rotation, config: AttentionConfig) -> Float3
     return transform_rows(
         latents, params["kv_norm"], cos, sin, config.norm_eps, config.pairing, config.hadamard
     )
-
-
-def _prepare_queries(q, rotation: Rotation, config: AttentionConfig) -> Float[Array, "b t h d"]:
-    """Norm, rotation and Hadamard transform of the queries, in q's dtype."""
-    cos, sin = (angle[:, :, None, :] for angle in rotation)
-    query = q.astype(jnp.float32)
-    if config.query_norm:
-        query = transforms.rms_norm(query, None, config.norm_eps)
-    query = transforms.rope(query, cos, sin, config.pairing)
-    if config.hadamard:
-        query = transforms.hadamard(query)
-    return query.astype(q.dtype)
-
-
-def _finish(
-    out: Float32[Array, "b t h d"], rotation: Rotation, config: AttentionConfig, dtype: jnp.dtype
-) -> Float[Array, "b t h d"]:
-    """Undoes the Hadamard transform and the rotation of the heads' outputs."""
-    cos, sin = (angle[:, :, None, :] for angle in rotation)
-    if config.hadamard:
-        out = transforms.hadamard(out)
-    return transforms.rope(out, cos, sin, config.pairing, inverse=True).astype(dtype)
 
 
 def _round_trip(row: Float32[Array, "b t d"], config: AttentionConfig) -> Float32[Array, "b t d"]:

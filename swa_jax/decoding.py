@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, ArrayLike, Float32, Int32
+from jaxtyping import Array, ArrayLike, Float, Float32, Int32
 
 from pallas_kernels import checks
 from pallas_kernels.serialization import register_serialization
@@ -59,12 +59,12 @@ def prefill_chunk(
     model: Decoder,
     params: Params,
     cache: RingCache,
-    last: Float32[Array, "b hidden"],
+    last: Float[Array, "b hidden"],
     state_ids: Int32[Array, " b"],
     tokens: Int32[Array, "b t"],
     starts: Int32[Array, " b"],
     lengths: Int32[Array, " b"],
-) -> tuple[RingCache, Float32[Array, "b hidden"]]:
+) -> tuple[RingCache, Float[Array, "b hidden"]]:
     """One chunk of each request's prompt. The cache is donated.
 
     Args:
@@ -169,7 +169,7 @@ def prefill(
     prompts: Sequence[Prompt],
     *,
     chunk: int = 256,
-) -> tuple[RingCache, Float32[Array, "b hidden"]]:
+) -> tuple[RingCache, Float[Array, "b hidden"]]:
     """Puts whole prompts of any lengths into empty state slots, chunk by chunk.
 
     Args:
@@ -342,7 +342,7 @@ def _decode_step(
     return model.apply(params, hidden[:, 0], method="logits"), cache
 
 
-def _apply(model, params, tokens, cache, meta) -> tuple[Float32[Array, "b t hidden"], RingCache]:
+def _apply(model, params, tokens, cache, meta) -> tuple[Float[Array, "b t hidden"], RingCache]:
     """`model.apply` with a cache, whose type Flax does not tell."""
     return model.apply(params, tokens, cache, meta)
 

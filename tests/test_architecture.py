@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import pallas_kernels
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("pallas_kernels", "swa_jax")
 MAX_LINES = 400
@@ -22,14 +24,17 @@ LAYERS = {
     "pallas_kernels": [
         {"checks", "codec"},
         {"formats", "transforms"},
-        {"storage"},
-        {"fused_store.xla", "indexed_attention.xla"},
+        {"storage", "triton_common"},
+        {"dispatch", "triton_decode", "triton_rows"},
+        {"fused_store.xla", "indexed_attention.xla", "indexed_attention.tiles"},
         {"fused_store.triton", "indexed_attention.triton"},
         {"fused_store", "indexed_attention"},
     ],
     "swa_jax": [
         {"ring"},
         {"cache", "config", "metadata", "sizing"},
+        {"band", "heads"},
+        {"chunk"},
         {"attention"},
         {"checkpoint"},
         {"modules"},
@@ -162,11 +167,21 @@ def test_imports_go_one_way(package):
     assert not upward
 
 
+def _is_of_triton(module: str) -> bool:
+    """An operation's triton module, or a part that those share: triton_common and so on."""
+    name = module.split(".")[-1]
+    return name == "triton" or name.startswith("triton_")
+
+
 def test_only_dispatch_chooses_a_triton_module():
     """An operation's own package may hand its triton module to dispatch, but never call it."""
     for module in _modules():
-        backends = {name for name in _dependencies(module) if name.split(".")[-1] == "triton"}
-        if not backends or module == "pallas_kernels.dispatch":
+        backends = {name for name in _dependencies(module) if _is_of_triton(name)}
+        if not backends or _is_of_triton(module):
+            continue
+        if module == "pallas_kernels.dispatch":
+            # The launch and what it must obey, and no kernel.
+            assert backends == {"pallas_kernels.triton_common"}
             continue
         assert backends == {f"{module}.triton"}, f"{module} imports {backends}"
         assert "pallas_kernels.dispatch" in _dependencies(module)
@@ -185,11 +200,26 @@ def test_only_dispatch_chooses_a_triton_module():
         assert not called & imported, f"{module} calls {called & imported}"
 
 
-def test_pallas_triton_stays_in_triton_modules():
+def test_a_triton_module_does_not_reach_another_operations():
     for module in _modules():
-        if module.split(".")[-1] != "triton":
-            assert not _from_library(_imports(module), "jax.experimental.pallas.triton"), module
-            assert not _from_library(_imports(module), "jax._src.pallas.triton"), module
+        if module.split(".")[-1] == "triton":
+            others = {name for name in _dependencies(module) if name.split(".")[-1] == "triton"}
+            assert not others, f"{module} imports {others}"
+
+
+def test_pallas_triton_stays_in_triton_modules():
+    assert _is_of_triton("pallas_kernels.triton_rows")
+    for module in _modules():
+        if not _is_of_triton(module):
+            for library in ("jax.experimental.pallas", "jax._src.pallas"):
+                assert not _from_library(_imports(module), library), module
+
+
+def test_no_public_call_names_a_thing_of_triton():
+    """Not warps, stages or tiles, so that another backend is one more module."""
+    for call in ("fused_store", "indexed_attention"):
+        parameters = inspect.signature(getattr(pallas_kernels, call)).parameters
+        assert not {"num_warps", "num_stages", "tile", "grid", "card"} & set(parameters)
 
 
 @pytest.mark.parametrize("module", _modules())

@@ -105,14 +105,35 @@ def test_rows_of_another_width_are_told_apart_in_the_message():
         layer.apply(layer_params(CONFIG), X, cache.layer(0), prefill_metadata(0))
 
 
-@pytest.mark.parametrize("call", ["prefill", "decode"])
-def test_a_layer_does_not_replace_a_named_implementation(call):
-    layer = swa.SlidingWindowAttention(CONFIG, implementation="triton")
+def call_of_layer(call, dtype, implementation):
+    """A layer's call as a function of its input, with its input."""
+    config = dataclasses.replace(CONFIG, dtype=dtype)
+    layer = swa.SlidingWindowAttention(config, implementation=implementation)
     meta = prefill_metadata(0)
     if call == "decode":
         meta = swa.DecodeMetadata.build(CONFIG.geometry, [0], [[0, 1, 2, 3]])
-    with pytest.raises(NotImplementedError, match="'triton' does not exist yet; 'xla' can do it"):
-        layer.apply(layer_params(CONFIG), X, cache_of(1).layer(0), meta)
+    rows, params = cache_of(1).layer(0), layer_params(config)
+    return lambda x: layer.apply(params, x, rows, meta)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "interpret"])
+@pytest.mark.parametrize(
+    ("call", "operation"), [("prefill", "prefill_attention"), ("decode", "indexed_attention")]
+)
+def test_a_layer_does_not_replace_a_kernel_that_cannot_do_it(call, operation, implementation):
+    message = f"{operation}: implementation '{implementation}' multiplies bfloat16 queries only"
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(call_of_layer(call, "float32", implementation), X)
+
+
+@pytest.mark.parametrize("call", ["prefill", "decode"])
+def test_a_layer_does_not_replace_a_kernel_that_cannot_run_on_a_cpu(call):
+    of_layer = call_of_layer(call, "bfloat16", "triton")
+    assert jax.eval_shape(of_layer, X)[0].dtype == jnp.bfloat16
+    message = "'triton' runs on NVIDIA GPUs only; .*'interpret'"
+    on_cpu = jax.default_device(jax.devices("cpu")[0])
+    with on_cpu, pytest.raises(NotImplementedError, match=message):
+        jax.jit(of_layer)(X)
 
 
 def test_a_scale_is_one_number():

@@ -53,8 +53,10 @@ def test_doctor_names_versions_devices_and_implementations():
     assert ["jax", jax.__version__] in words
     assert {"python", "jaxlib", "flax", "device"} <= {line[0] for line in words}
     for operation in ("fused_store", "indexed_attention"):
-        assert f"{operation}: implementation=None runs" in result.stdout
-    assert [line[1:] for line in words if line[0] == "xla"] == [["runs", "here"]] * 2
+        assert f"{operation}: implementation=None runs xla\n" in result.stdout
+    for name in ("xla", "interpret"):
+        assert [line[1:] for line in words if line[0] == name] == [["runs", "here"]] * 2
+    assert result.stdout.count("'triton' runs on NVIDIA GPUs only") == 2
 
 
 def test_doctor_reports_a_platform_that_does_not_start():

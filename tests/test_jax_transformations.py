@@ -18,7 +18,7 @@ from small_models import (
 )
 
 import swa_jax as swa
-from pallas_kernels import ExtraKV, indexed_attention
+from pallas_kernels import ExtraKV, dispatch, indexed_attention
 from swa_jax.exported import ExportedSlot
 
 CONFIG = attention_config(3, swa.F32)
@@ -141,7 +141,8 @@ def test_gradients_of_queries_sinks_and_outputs_are_those_of_the_whole_sequence(
 
 
 def test_a_saved_decode_step_is_the_step_and_updates_the_cache_in_place():
-    config = decoder_config(attention_config(3, swa.V41), 2)
+    attention = attention_config(3, swa.V41, dtype="bfloat16", param_dtype="bfloat16")
+    config = decoder_config(attention, 2)
     model, params = swa.Decoder(config), decoder_params(config)
 
     def step(params, cache, tokens, meta):
@@ -153,12 +154,19 @@ def test_a_saved_decode_step_is_the_step_and_updates_the_cache_in_place():
         return np.int32([[3, 1], [4, 1]]) + start, meta
 
     cache = swa.RingCache.create(3, 2, config.geometry, config.fmt)
-    saved = jax.export.export(jax.jit(step), platforms=["cpu", "cuda"])(
-        params, cache, *arguments(0)
-    ).serialize()
+    exported = jax.export.export(
+        jax.jit(step), platforms=["cpu", "cuda"], disabled_checks=dispatch.EXPORT_DISABLED_CHECKS
+    )(params, cache, *arguments(0))
+    saved = exported.serialize()
     assert b"swa_jax.RingCache" in saved
     assert b"pickle" not in saved
-    reloaded = quick_jit(jax.export.deserialize(saved).call, donate_argnums=1)
+    again = jax.export.deserialize(saved).call
+    for program in (step, again):
+        traced = jax.jit(program).trace(params, cache, *arguments(0))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        for kernel in ("fused_store_kernel", "indexed_attention_kernel"):
+            assert kernel in text
+    reloaded = quick_jit(again, donate_argnums=1)
     direct = quick_jit(step, donate_argnums=1)
     memory = reloaded.lower(params, cache, *arguments(0)).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= cache.nbytes

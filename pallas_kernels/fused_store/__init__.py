@@ -4,11 +4,11 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from pallas_kernels import checks, dispatch
 from pallas_kernels.formats import SCALE_FLOORS, ScaleFloor, check_cache_format
-from pallas_kernels.fused_store import xla
+from pallas_kernels.fused_store import triton, xla
 from pallas_kernels.storage import KVRows, check_rows
 from pallas_kernels.transforms import PAIRINGS
 
-_IMPLEMENTATIONS = {"xla": xla.fused_store}
+OPERATION = dispatch.Operation("fused_store", xla.fused_store, triton.fused_store, triton.refusal)
 
 
 def fused_store(
@@ -61,9 +61,18 @@ def fused_store(
     checks.check_shape("slots", slots, (tokens,))
     check_row_transform(width, tokens, norm_weight, cos, sin, pairing, hadamard)
     checks.check_choice("scale_floor", scale_floor, SCALE_FLOORS)
-    run = dispatch.select("fused_store", implementation, _IMPLEMENTATIONS)
-    return run(
-        rows, latents, slots, norm_weight, cos, sin, norm_eps, pairing, hadamard, scale_floor
+    return OPERATION(
+        implementation,
+        rows,
+        latents,
+        slots,
+        norm_weight,
+        cos,
+        sin,
+        norm_eps=checks.as_float("norm_eps", norm_eps),
+        pairing=pairing,
+        hadamard=hadamard,
+        scale_floor=scale_floor,
     )
 
 

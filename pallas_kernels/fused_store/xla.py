@@ -29,6 +29,7 @@ def fused_store(
     norm_weight: Float[Array, " d"],
     cos: Float[Array, "n half"],
     sin: Float[Array, "n half"],
+    *,
     norm_eps: float,
     pairing: str,
     hadamard: bool,

@@ -9,12 +9,14 @@ from jaxtyping import Array, ArrayLike, Float, Float32, Int, UInt8
 from pallas_kernels import checks, dispatch
 from pallas_kernels.formats import KVCacheFormat, check_cache_format
 from pallas_kernels.fused_store import check_rotation
-from pallas_kernels.indexed_attention import xla
+from pallas_kernels.indexed_attention import triton, xla
 from pallas_kernels.serialization import register_serialization
 from pallas_kernels.storage import KVRows, check_rows
 from pallas_kernels.transforms import PAIRINGS
 
-_IMPLEMENTATIONS = {"xla": xla.indexed_attention}
+OPERATION = dispatch.Operation(
+    "indexed_attention", xla.indexed_attention, triton.indexed_attention, triton.refusal
+)
 
 
 @register_serialization
@@ -108,13 +110,14 @@ def indexed_attention(
             raise ValueError(
                 f"output_format: expected rows of {width} values, got {output_format.num_elements}"
             )
-    run = dispatch.select("indexed_attention", implementation, _IMPLEMENTATIONS)
+    if query_norm_eps is not None:
+        query_norm_eps = checks.as_float("query_norm_eps", query_norm_eps)
     factor = width**-0.5 if scale is None else scale
     checks.check_shape("scale", factor, ())
     factor = jnp.asarray(factor, jnp.float32)
-    return run(
-        q, rows, indices, lengths, extra, sink, factor, query_norm_eps, cos, sin, pairing,
-        output_format,
+    return OPERATION(
+        implementation, q, rows, indices, lengths, extra, sink, factor, cos, sin,
+        query_norm_eps=query_norm_eps, pairing=pairing, output_format=output_format,
     )  # fmt: skip
 
 

@@ -15,8 +15,9 @@ _CHUNK_VALUES = 8 * 128 * 512
 
 
 def indexed_attention(
-    q, rows, indices, lengths, extra, sink, scale, query_norm_eps, cos, sin, pairing, output_format
-):
+    q, rows, indices, lengths, extra, sink, scale, cos, sin, *, query_norm_eps, pairing,
+    output_format,
+):  # fmt: skip
     """See `pallas_kernels.indexed_attention.indexed_attention`."""
     n, heads, width = q.shape
     sink = jnp.full(heads, -jnp.inf, jnp.float32) if sink is None else sink.astype(jnp.float32)

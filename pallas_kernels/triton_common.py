@@ -1,0 +1,90 @@
+"""What the kernels share that are lowered through Triton: their launch, and what it must obey."""
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh
+
+MAX_BYTES = 2**31 - 1
+"""The largest array a kernel takes: Pallas' Triton lowering computes offsets with 32 bits."""
+
+
+def too_large(*arrays: Any) -> str | None:
+    """Why a kernel cannot address these arrays, or None where it can."""
+    for array in arrays:
+        nbytes = math.prod(array.shape) * array.dtype.itemsize
+        if nbytes > MAX_BYTES:
+            return (
+                f"addresses arrays of at most {MAX_BYTES} bytes, got "
+                f"{array.dtype}{array.shape} of {nbytes}"
+            )
+    return None
+
+
+def launch(
+    kernel: Callable[..., None],
+    operands: Sequence[jax.Array],
+    out: Any,
+    *,
+    grid: tuple[int, ...],
+    num_warps: int,
+    num_stages: int = 1,
+    aliases: Mapping[int, int] | None = None,
+    interpret: bool,
+) -> Any:
+    """Runs a kernel whose references are whole arrays in the card's memory.
+
+    Args:
+      kernel: called with a reference for each operand and result, for each point of the grid. Its
+        name is the kernel's in profiles.
+      operands: arrays.
+      out: pytree of jax.ShapeDtypeStruct, the results.
+      grid: at most two axes: vmap adds one, and there are three.
+      num_warps: warps of a program.
+      num_stages: stages of software pipelining.
+      aliases: which operand's memory a result takes.
+      interpret: run step by step by XLA instead, on any device.
+
+    Returns:
+      The results.
+    """
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        kernel,
+        out_shape=out,
+        grid=grid,
+        in_specs=[whole] * len(operands),
+        out_specs=jax.tree.map(lambda _: whole, out),
+        input_output_aliases=dict(aliases or {}),
+        # These parameters are what selects Triton: without them Pallas takes Mosaic GPU.
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+    )(*operands)
+
+
+@contextlib.contextmanager
+def lowering_for(card: str) -> Iterator[None]:
+    """The context in which kernels are lowered for a card, there or not."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # JAX 0.11 and later say so at every lowering; the README says what follows.
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+        # JAX 0.11 and later lower for the local GPU or for the one that an abstract mesh names.
+        mesh = jax.sharding.get_abstract_mesh()
+        named = mesh.abstract_device is not None and mesh.abstract_device.platform == "gpu"
+        if not named and jax.default_backend() != "gpu":
+            device = AbstractDevice(device_kind=card, num_cores=None, platform="gpu")
+            axes = ((1,), ("device",)) if mesh.empty else (mesh.axis_sizes, mesh.axis_names)
+            types = None if mesh.empty else mesh.axis_types
+            stack.enter_context(
+                jax.sharding.use_abstract_mesh(
+                    AbstractMesh(*axes, axis_types=types, abstract_device=device)
+                )
+            )
+        yield
