@@ -75,9 +75,7 @@ class Operation:
         if reason is not None:
             if implementation is None:
                 return self.xla(*operands, **options)
-            raise NotImplementedError(
-                f"{self.name}: implementation {implementation!r} {reason}; 'xla' can do it"
-            )
+            raise _refused(self.name, implementation, reason)
         leaves, tree = jax.tree.flatten(operands)
         static = tuple(sorted(options.items()))
         kernel_static = (*static, ("interpret", implementation == "interpret"))
@@ -171,6 +169,8 @@ def _lower(ctx, *operands, call: _Call):
 
 
 def _lower_for_cuda(ctx, *operands, call: _Call):
+    if call.implementation == "interpret":
+        return _lower(ctx, *operands, call=call)
     # In a program for several platforms this rule lowers for one of them, and what it calls asks
     # the module.
     module = ctx.module_context.replace(platforms=("cuda",))
@@ -183,6 +183,12 @@ def _lower_for_cuda(ctx, *operands, call: _Call):
 def _lower_function(ctx, function, operands):
     flat = lambda *leaves: jax.tree.leaves(function(*leaves))  # noqa: E731
     return mlir.lower_fun(flat, multiple_results=True)(ctx, *operands)
+
+
+def _refused(operation: str, implementation: Implementation, reason: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{operation}: implementation {implementation!r} {reason}; 'xla' can do it"
+    )
 
 
 def _refuse_platform(operation: str) -> NoReturn:
@@ -208,7 +214,14 @@ def _batch(leaves, axes, *, call: _Call):
         # The first axis is one more of the kernel's grid, which has room for one.
         kernel=_Mapped(call.kernel, axes, one_by_one=isinstance(call.kernel, _Mapped)),
     )
-    out = _primitive.bind(*leaves, call=mapped)
+    results, _ = _results(mapped.xla, tuple(jax.typeof(leaf) for leaf in leaves))
+    reason = triton_common.too_large(*leaves, *results)
+    if reason is None:
+        out = _primitive.bind(*leaves, call=mapped)
+    elif call.implementation is None:
+        out = jax.tree.leaves(mapped.xla(*leaves))
+    else:
+        raise _refused(call.operation, call.implementation, reason)
     return out, [0] * len(out)
 
 

@@ -210,6 +210,38 @@ def test_a_block_above_two_gibibytes_is_refused(operation):
     assert TRITON_CALL in lowered(call, fits, "cuda")
 
 
+def read_arguments_of_shape(n, heads, columns):
+    array = jax.ShapeDtypeStruct
+    _, rows, *_ = arguments_of_size("indexed_attention", 4)
+    return array((n, heads, 512), jnp.bfloat16), rows, array((n, columns), jnp.int32)
+
+
+def test_indices_above_two_gibibytes_are_refused():
+    arguments = read_arguments_of_shape(2**19, 1, 1025)
+    call = functools.partial(indexed_attention, implementation="triton")
+    with pytest.raises(NotImplementedError, match="addresses arrays of at most 2147483647 bytes"):
+        jax.eval_shape(call, *arguments)
+    assert TRITON_CALL not in lowered(indexed_attention, arguments, "cuda")
+
+
+@pytest.mark.parametrize(("n", "kernels"), [(4095, 1), (4096, 2), (8190, 2)])
+def test_sums_of_pieces_above_two_gibibytes_are_taken_in_parts(n, kernels):
+    # Four pieces of float32[n, 64, 512]: 4095 queries fit, 4096 do not.
+    text = lowered(indexed_attention, read_arguments_of_shape(n, 64, 774), "cuda")
+    assert text.count(TRITON_CALL) == kernels
+
+
+@by_operation
+def test_a_batch_of_blocks_above_two_gibibytes_is_refused(operation):
+    call, _ = OPERATIONS[operation]
+    one = arguments_of_size(operation, 512)
+    many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((64, *x.shape), x.dtype), one)
+    named = functools.partial(call, implementation="triton")
+    with pytest.raises(NotImplementedError, match="addresses arrays of at most 2147483647 bytes"):
+        jax.eval_shape(jax.vmap(named), *many)
+    assert TRITON_CALL not in lowered(jax.vmap(call), many, "cuda")
+
+
 # --- an operation of our own, to see what its parts are called with
 
 

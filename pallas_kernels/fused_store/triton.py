@@ -110,6 +110,8 @@ def fused_store(
     if n == 0:
         return rows
     del card
+    if cos.shape[1] == 1:
+        pairing = "interleaved"  # one pair is neighbours in either way
     tokens = _TOKENS[width]
     kernel = functools.partial(
         fused_store_kernel,

@@ -4,6 +4,7 @@ A program takes one query, a block of its heads and a piece of its index lists. 
 bytes, decodes them to bfloat16 and keeps a running softmax in float32.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -72,7 +73,8 @@ def refusal(
             return reason
     if output_format is not None and (output_format.raw_elements or output_format.pad_bytes):
         return f"writes outputs whose values all have scales, got format {output_format.name}"
-    return triton_common.too_large(q, *(cache.data for cache in caches))
+    lists = [indices] if extra is None else [indices, extra.indices]
+    return triton_common.too_large(q, *lists, *(cache.data for cache in caches))
 
 
 def indexed_attention(
@@ -81,6 +83,8 @@ def indexed_attention(
 ):  # fmt: skip
     """See `pallas_kernels.indexed_attention.indexed_attention`."""
     n, heads, width = q.shape
+    if cos is not None and cos.shape[1] == 1:
+        pairing = "interleaved"  # one pair is neighbours in either way
     caches = [(rows, indices, lengths)]
     if extra is not None:
         caches.append((extra.rows, extra.indices, extra.lengths))
@@ -88,6 +92,21 @@ def indexed_attention(
     columns = [cache_indices.shape[1] for _, cache_indices, _ in caches]
     tile = tile or tiles.choose_tile(card, [cache.fmt for cache, _, _ in caches], columns)
     pieces = tiles.num_pieces(sum(columns))
+    if pieces > 1 and n * pieces * heads * width * 4 > triton_common.MAX_BYTES:
+        # The sums of the pieces would be too large: half of the queries at a time.
+        def half(part):
+            take = lambda x: None if x is None else x[part]  # noqa: E731
+            second = extra and dataclasses.replace(
+                extra, indices=extra.indices[part], lengths=take(extra.lengths)
+            )
+            return indexed_attention(
+                q[part], rows, indices[part], take(lengths), second, sink, scale, take(cos),
+                take(sin), query_norm_eps=query_norm_eps, pairing=pairing,
+                output_format=output_format, card=card, interpret=interpret, tile=tile,
+            )  # fmt: skip
+
+        parts = half(slice(n // 2)), half(slice(n // 2, n))
+        return tuple(jnp.concatenate(pair) for pair in zip(*parts, strict=True))
     operands = {
         "q": q,
         "lists": [
@@ -96,7 +115,9 @@ def indexed_attention(
         ],
         "sink": sink,
         "scale": scale.reshape(1),
-        "rotation": None if cos is None else (cos, sin),
+        "rotation": None
+        if cos is None or not cos.shape[1]
+        else (cos.astype(jnp.float32), sin.astype(jnp.float32)),
     }
     leaves, tree = jax.tree.flatten(operands)
     kernel = functools.partial(
