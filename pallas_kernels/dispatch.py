@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Literal, NoReturn, Protocol
 
 import jax
+from jax import export
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -21,9 +22,9 @@ IMPLEMENTATIONS = ("xla", "triton", "interpret")
 DEFAULT_CARD = "NVIDIA H200"
 """The card that programs are made for where neither a local GPU nor an abstract mesh names one."""
 
-# A saved program holds the kernels of this custom call as Triton IR, which JAX does not promise to
-# read in other versions.
-EXPORT_DISABLED_CHECKS = (jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton"),)
+# A saved program holds the kernels as Triton IR, which JAX does not promise to read in other
+# versions.
+EXPORT_DISABLED_CHECKS = (export.DisabledSafetyCheck.custom_call(triton_common.CUSTOM_CALL),)
 """What `jax.export.export(disabled_checks=...)` needs in order to save a program for CUDA."""
 
 

@@ -11,6 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
+CUSTOM_CALL = "__gpu$xla.gpu.triton"
+"""What a kernel is in a lowered program."""
+
 MAX_BYTES = 2**31 - 1
 """The largest array a kernel takes: Pallas' Triton lowering computes offsets with 32 bits."""
 
