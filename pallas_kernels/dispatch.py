@@ -163,10 +163,9 @@ _primitive.def_impl(_jitted)
 def _lower(ctx, *operands, call: _Call):
     if call.implementation == "triton":
         _refuse_platform(call.operation)
-    function = call.xla
     if call.implementation == "interpret":
-        function = functools.partial(call.kernel, card=call.card or DEFAULT_CARD)
-    return _lower_function(ctx, function, operands)
+        return _lower_kernel(ctx, operands, call, call.card or DEFAULT_CARD)
+    return _lower_function(ctx, call.xla, operands)
 
 
 def _lower_for_cuda(ctx, *operands, call: _Call):
@@ -178,6 +177,12 @@ def _lower_for_cuda(ctx, *operands, call: _Call):
     ctx = ctx.replace(module_context=module, platforms=("cuda",))
     card = call.card or _local_card() or DEFAULT_CARD
     with triton_common.lowering_for(card):
+        return _lower_kernel(ctx, operands, call, card)
+
+
+def _lower_kernel(ctx, operands, call: _Call, card: str):
+    # Kernels count in 32 bits, also where the program around them may use 64.
+    with jax.enable_x64(False):
         return _lower_function(ctx, functools.partial(call.kernel, card=card), operands)
 
 

@@ -3,6 +3,7 @@
 import fractions
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -13,6 +14,57 @@ from pallas_kernels import codec
 PAIRINGS = ("interleaved", "half_split")
 
 _PI = fractions.Fraction(31415926535897932384626433832795028841971693993751, 10**49)
+
+# --- the same numbers in every program, in a kernel or not
+
+
+def mean_square(x: Float32[Array, "*batch d"]) -> Float32[Array, "*batch 1"]:
+    """The mean of squares along the last axis: sums of pairs of neighbours, then of those, ...
+
+    Compilers add up a reduction in an order of their own, and the last bit differs with it. An
+    order that is written out they keep. It has no derivative.
+
+    Args:
+      x: rows of one value or more.
+
+    Returns:
+      float32.
+    """
+    sums = rounded(x * x)
+    while (count := sums.shape[-1]) > 1:
+        if count % 2:
+            sums = jnp.concatenate([sums, jnp.zeros_like(sums[..., :1])], axis=-1)
+        a, b = jnp.unstack(sums.reshape(*x.shape[:-1], (count + 1) // 2, 2), axis=-1)
+        sums = a + b
+    return rounded(sums * jnp.float32(1 / x.shape[-1]))
+
+
+def rounded(product: Float32[Array, "*s"]) -> Float32[Array, "*s"]:
+    """A product that no compiler fuses with a sum: a fused multiply-add would not round it.
+
+    Which products are fused differs between programs. It has no derivative.
+    """
+    # No bits of a number are larger, but no compiler knows that of NaN.
+    return codec.bits_float(jnp.minimum(codec.float_bits(product), 0x7FC00000))
+
+
+# Not used in kernels, which need no derivative.
+_mean_square = jax.custom_jvp(mean_square)
+_rounded = jax.custom_jvp(rounded)
+
+
+@_mean_square.defjvp
+def _mean_square_jvp(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return _mean_square(x), 2 * jnp.mean(x * dx, axis=-1, keepdims=True)
+
+
+@_rounded.defjvp
+def _rounded_jvp(primals, tangents):
+    return _rounded(*primals), *tangents
+
+
+# --- norm, rotation, transform
 
 
 def rms_norm(
@@ -29,9 +81,9 @@ def rms_norm(
       float32. A row whose mean square overflows is NaN, not zero.
     """
     x = x.astype(jnp.float32)
-    mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
-    inverse = 1.0 / jnp.sqrt(mean_square + jnp.float32(eps))
-    normalised = x * jnp.where(codec.is_finite(mean_square), inverse, jnp.float32(jnp.nan))
+    square = _mean_square(x)
+    inverse = 1.0 / jnp.sqrt(square + jnp.float32(eps))
+    normalised = x * jnp.where(codec.is_finite(square), inverse, jnp.float32(jnp.nan))
     if weight is None:
         return normalised
     return normalised * jnp.broadcast_to(weight.astype(jnp.float32), x.shape)
@@ -66,7 +118,10 @@ def rope(
         a, b = pairs[..., 0], pairs[..., 1]
     else:
         a, b = rotated[..., :half], rotated[..., half:]
-    turned = [a * cos - b * sin, b * cos + a * sin]
+    turned = [
+        _rounded(a * cos) - _rounded(b * sin),
+        _rounded(b * cos) + _rounded(a * sin),
+    ]
     if pairing == "interleaved":
         rotated = jnp.stack(turned, axis=-1).reshape(rotated.shape)
     else:
@@ -91,7 +146,7 @@ def hadamard(x: Float[Array, "*batch d"]) -> Float32[Array, "*batch d"]:
     width = x.shape[-1]
     if width & (width - 1) or width == 0:
         raise ValueError(f"x: expected a width that is a power of two, got {width}")
-    x = x.astype(jnp.float32)
+    x = _rounded(x.astype(jnp.float32))
     step = 1
     while step < width:
         pairs = x.reshape(*x.shape[:-1], width // (2 * step), 2, step)

@@ -21,6 +21,8 @@ MAX_BYTES = 2**31 - 1
 def too_large(*arrays: Any) -> str | None:
     """Why a kernel cannot address these arrays, or None where it can."""
     for array in arrays:
+        if not all(isinstance(size, int) for size in array.shape):
+            return f"needs sizes that are known, got {array.dtype}{array.shape}"
         nbytes = math.prod(array.shape) * array.dtype.itemsize
         if nbytes > MAX_BYTES:
             return (
@@ -37,7 +39,6 @@ def launch(
     *,
     grid: tuple[int, ...],
     num_warps: int,
-    num_stages: int = 1,
     aliases: Mapping[int, int] | None = None,
     interpret: bool,
 ) -> Any:
@@ -50,7 +51,6 @@ def launch(
       out: pytree of jax.ShapeDtypeStruct, the results.
       grid: at most two axes: vmap adds one, and there are three.
       num_warps: warps of a program.
-      num_stages: stages of software pipelining.
       aliases: which operand's memory a result takes.
       interpret: run step by step by XLA instead, on any device.
 
@@ -66,7 +66,7 @@ def launch(
         out_specs=jax.tree.map(lambda _: whole, out),
         input_output_aliases=dict(aliases or {}),
         # These parameters are what selects Triton: without them Pallas takes Mosaic GPU.
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
     )(*operands)
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float32, Int32, UInt8
 
-from pallas_kernels import codec, formats
+from pallas_kernels import codec, formats, transforms
 from pallas_kernels.formats import KVCacheFormat, ScaleFloor
 
 WIDTHS = (64, 128, 256, 512)
@@ -29,9 +29,9 @@ def rms_norm(
     x: Float32[Array, "m d"], weight: Float32[Array, "#m d"] | None, eps: float, interpret: bool
 ) -> Float32[Array, "m d"]:
     """As `transforms.rms_norm`."""
-    mean_square = jnp.sum(x * x, axis=1, keepdims=True) * jnp.float32(1 / x.shape[1])
-    inverse = _inverse_square_root(mean_square + jnp.float32(eps), interpret)
-    x = x * jnp.where(codec.is_finite(mean_square), inverse, jnp.float32(jnp.nan))
+    square = transforms.mean_square(x)
+    inverse = _inverse_square_root(square + jnp.float32(eps), interpret)
+    x = x * jnp.where(codec.is_finite(square), inverse, jnp.float32(jnp.nan))
     return x if weight is None else x * weight
 
 
@@ -109,11 +109,12 @@ def rotate(
     # The first of a pair is a * cos - b * sin, the second b * cos + a * sin.
     is_second = _has_bit(x.shape[1], step)
     sin = jnp.where(is_second != inverse, sin, -sin)
-    return x * cos + _partner(x, step) * sin
+    return transforms.rounded(x * cos) + transforms.rounded(_partner(x, step) * sin)
 
 
 def hadamard(x: Float32[Array, "m d"]) -> Float32[Array, "m d"]:
     """As `transforms.hadamard`, with the same sums in the same order."""
+    x = transforms.rounded(x)
     step = 1
     while step < x.shape[1]:
         # Of the values a and b of a pair, a + b and a - b.

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -10,7 +11,16 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels import V41, V41_FP4, ExtraKV, KVRows, dispatch, fused_store, indexed_attention
+from pallas_kernels import (
+    V41,
+    V41_FP4,
+    ExtraKV,
+    KVRows,
+    dispatch,
+    fused_store,
+    indexed_attention,
+    triton_common,
+)
 from pallas_kernels.indexed_attention import tiles
 
 FMT = V41.with_width(64)
@@ -240,6 +250,34 @@ def test_a_batch_of_blocks_above_two_gibibytes_is_refused(operation):
     with pytest.raises(NotImplementedError, match="addresses arrays of at most 2147483647 bytes"):
         jax.eval_shape(jax.vmap(named), *many)
     assert TRITON_CALL not in lowered(jax.vmap(call), many, "cuda")
+
+
+@by_operation
+def test_kernels_count_in_32_bits_where_the_program_may_use_64(operation):
+    call, arguments = OPERATIONS[operation]
+    arguments = arguments()
+    with jax.enable_x64(True):
+        got = jax.jit(functools.partial(call, implementation="interpret"))(*arguments)
+        expected = jax.jit(functools.partial(call, implementation="xla"))(*arguments)
+        assert TRITON_CALL in lowered(call, arguments, "cuda")
+    chex.assert_trees_all_close(got, expected, rtol=1e-2)
+
+
+def test_sizes_that_are_not_known_are_refused():
+    [n] = jax.export.symbolic_shape("n")
+    assert triton_common.too_large(jax.ShapeDtypeStruct((4, 64), jnp.float32)) is None
+    unknown = jax.ShapeDtypeStruct((n, 64), jnp.float32)
+    assert triton_common.too_large(unknown).startswith("needs sizes that are known, got ")
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_no_query_and_no_token(implementation):
+    q, rows, indices, _, sink = read_arguments()
+    out, lse = read(q[:0], rows, indices[:0], None, sink, implementation)
+    assert (out.shape, lse.shape) == ((0, *q.shape[1:]), (0, q.shape[1]))
+    _, latents, slots, cos, sin = store_arguments()
+    same = store(rows, latents[:0], slots[:0], cos[:0], sin[:0], implementation)
+    assert_trees_equal(same, rows)
 
 
 # --- an operation of our own, to see what its parts are called with

@@ -613,10 +613,10 @@ def test_no_pair_and_one_pair_rotate(half, pairing, implementation):
 
 
 def test_queries_taken_in_parts_have_the_same_bits(monkeypatch):
-    case, options, _ = with_ends("pieces")
-    expected = case.attend("interpret", **options)
-    # As if the sums of the pieces of five queries were too large.
-    monkeypatch.setattr(triton_common, "MAX_BYTES", 4 * 5 * case.q[0].size * 4)
+    case = problem("v4-640-columns")
+    expected = case.attend("interpret")
+    # As if the sums of the three pieces of all queries were too large, and not those of half.
+    monkeypatch.setattr(triton_common, "MAX_BYTES", 3 * case.q.size * 4 - 1)
     monkeypatch.setattr(triton_common, "too_large", lambda *arrays: None)
     sizes = []
     launch = triton_common.launch
@@ -627,9 +627,8 @@ def test_queries_taken_in_parts_have_the_same_bits(monkeypatch):
 
     monkeypatch.setattr(triton_common, "launch", spy)
     jax.clear_caches()
-    got = case.attend("interpret", **options)
-    assert len(sizes) > 1
-    assert sum(sizes) == len(case.q)
+    got = case.attend("interpret")
+    assert sizes == [len(case.q) // 2, -(-len(case.q) // 2)]
     assert_same_bits(got, expected)
 
 

@@ -26,6 +26,113 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+# --- the same numbers in every program
+
+WIDTHS = [1, 2, 3, 64, 96, 512, 7168]
+
+
+def squares_added_in_pairs(x):
+    """In float32, each operation of NumPy's rounded."""
+    sums = x * x
+    while sums.shape[-1] > 1:
+        sums = np.pad(sums, ((0, 0), (0, sums.shape[-1] % 2)))
+        sums = sums[:, ::2] + sums[:, 1::2]
+    return sums * np.float32(1 / x.shape[-1])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_mean_square_has_the_same_bits_in_every_program(width):
+    x = normal(40, width) * np.exp(normal(40, 1, seed=1))
+    expected = squares_added_in_pairs(x)
+    programs = [
+        transforms.mean_square,
+        jax.vmap(transforms.mean_square),
+        lambda x: transforms.mean_square(x.reshape(8, 5, width)).reshape(40, 1),
+        lambda x: transforms.mean_square(x) + jnp.float32(1e-6),
+    ]
+    *same, plus_eps = [np.asarray(jax.jit(program)(x)) for program in programs]
+    for got in same:
+        np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(plus_eps, expected + np.float32(1e-6))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("kind", ["normal", "one_dominates", "equal", "tiny", "huge"])
+def test_the_mean_square_is_that_of_float64(kind, width):
+    x = normal(40, width)
+    if kind == "one_dominates":
+        x[:, width // 2] *= np.float32(1e4)
+    elif kind == "equal":
+        x[:] = x[:, :1]
+    x *= np.float32({"tiny": 1e-15, "huge": 1e16}.get(kind, 1.0))
+    expected = np.square(x, dtype=np.float64).mean(axis=1, keepdims=True)
+    got = np.asarray(jax.jit(transforms.mean_square)(x))
+    # Each of the roundings of a square, of the sums it is in and of the mean is half a unit.
+    units = np.abs(got - expected) / np.spacing(expected.astype(np.float32))
+    assert units.max() <= 4
+
+
+def test_mean_square_literals():
+    x = jnp.asarray([[3.0, 4.0, 0.0, 0.0], [1e-30] * 4, [1e30] * 4, [0.0] * 4])
+    got = jax.jit(transforms.mean_square)(x)
+    np.testing.assert_array_equal(got[:, 0], [6.25, 0.0, np.inf, 0.0])
+
+
+def test_a_rounded_product_is_not_fused_into_a_sum():
+    a, b, c = (normal(4096, seed=seed) for seed in range(3))
+    got = jax.jit(lambda a, b, c: transforms.rounded(a * b) + c)(a, b, c)
+    np.testing.assert_array_equal(got, a * b + c)
+
+
+def test_rounding_changes_no_number():
+    x = np.asarray([0.0, -0.0, 1.5, -3.0, 3.4e38, -3.4e38, np.inf, -np.inf, 2.0**-126], np.float32)
+    got = np.asarray(jax.jit(transforms.rounded)(x))
+    np.testing.assert_array_equal(got.view(np.uint32), x.view(np.uint32))
+    quiet, negative, largest, signalling = 0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0x7F800001
+    nans = np.asarray([quiet, negative, largest, signalling], np.uint32).view(np.float32)
+    assert np.isnan(jax.jit(transforms.rounded)(nans)).all()
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_a_rotation_rounds_each_product(pairing):
+    x, cos, sin = normal(50, 64), normal(50, 32, seed=1), normal(50, 32, seed=2)
+    a, b = (x[:, ::2], x[:, 1::2]) if pairing == "interleaved" else np.split(x, 2, axis=1)
+    turned = a * cos - b * sin, b * cos + a * sin
+    got = np.asarray(rope(x, cos, sin, pairing=pairing))
+    order = ([np.s_[:, ::2], np.s_[:, 1::2]], [np.s_[:, :32], np.s_[:, 32:]])
+    for part, expected in zip(order[PAIRINGS.index(pairing)], turned, strict=True):
+        np.testing.assert_array_equal(got[part], expected)
+
+
+def test_a_transform_rounds_the_products_it_is_given():
+    x, weight = normal(50, 4), normal(50, 4, seed=1)
+    a, b, c, d = (x * weight).T
+    expected = [(a + b) + (c + d), (a - b) + (c - d), (a + b) - (c + d), (a - b) - (c - d)]
+    got = jax.jit(lambda x, weight: transforms.hadamard(x * weight))(x, weight)
+    np.testing.assert_array_equal(got, np.stack(expected, axis=1) / 2)
+
+
+def transform(x, weight, cos, sin):
+    return transforms.hadamard(transforms.rope(transforms.rms_norm(x, weight, 0.5), cos, sin))
+
+
+def plain_transform(x, weight, cos, sin):
+    x = x / jnp.sqrt(jnp.mean(x * x) + 0.5) * weight
+    a, b = x[::2], x[1::2]
+    (a, c), (b, d) = a * cos - b * sin, b * cos + a * sin
+    return jnp.stack([a + b + c + d, a - b + c - d, a + b - c - d, a - b - c + d]) / 2
+
+
+@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev, jax.hessian])
+def test_derivatives_are_those_of_the_plain_formulas(derivative):
+    arguments = [normal(5, width, seed=seed) for seed, width in enumerate((4, 4, 2, 2))]
+    got, expected = (
+        jax.jit(jax.vmap(derivative(function, argnums=(0, 1, 2, 3))))(*arguments)
+        for function in (transform, plain_transform)
+    )
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 # --- norm
 
 

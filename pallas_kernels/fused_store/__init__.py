@@ -1,5 +1,6 @@
 """fused_store: norm, rotation, Hadamard transform, cast and scatter of new rows, in one call."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from pallas_kernels import checks, dispatch
@@ -61,14 +62,16 @@ def fused_store(
     checks.check_shape("slots", slots, (tokens,))
     check_row_transform(width, tokens, norm_weight, cos, sin, pairing, hadamard)
     checks.check_choice("scale_floor", scale_floor, SCALE_FLOORS)
+    if latents.dtype == jnp.float64:
+        latents = latents.astype(jnp.float32)
     return OPERATION(
         implementation,
         rows,
         latents,
         slots,
-        norm_weight,
-        cos,
-        sin,
+        norm_weight.astype(jnp.float32),
+        cos.astype(jnp.float32),
+        sin.astype(jnp.float32),
         norm_eps=checks.as_float("norm_eps", norm_eps),
         pairing=pairing,
         hadamard=hadamard,

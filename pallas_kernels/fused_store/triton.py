@@ -124,9 +124,9 @@ def fused_store(
         scale_floor=scale_floor,
         interpret=interpret,
     )
-    operands = [latents, slots, rows.start.reshape(1), norm_weight.astype(jnp.float32)]
+    operands = [latents, slots, rows.start.reshape(1), norm_weight]
     if cos.shape[1]:
-        operands += [cos.astype(jnp.float32), sin.astype(jnp.float32)]
+        operands += [cos, sin]
     data = triton_common.launch(
         kernel,
         [*operands, rows.data],

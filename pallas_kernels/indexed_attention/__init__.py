@@ -66,7 +66,7 @@ def indexed_attention(
       lengths: integers[n], entries of an index row from this column on are ignored; None: none.
       extra: a second cache in the same softmax.
       sink: floating[h]; -inf is no sink, +inf makes the output 0.
-      scale: of the scores; d**-0.5 by default.
+      scale: of the scores, a number or floating scalar; d**-0.5 by default.
       query_norm_eps: if given, each query is divided by sqrt(mean(q**2) + eps) first.
       cos: floating[n, half]; if given, with sin, the last 2 * half values of the query are rotated
         (after the norm) and those of the output rotated back.
@@ -99,11 +99,13 @@ def indexed_attention(
     if sink is not None:
         checks.check_floating("sink", sink)
         checks.check_shape("sink", sink, (heads,))
+        sink = sink.astype(jnp.float32)
     checks.check_choice("pairing", pairing, PAIRINGS)
     if (cos is None) != (sin is None):
         raise ValueError("cos, sin: expected both or none, got one")
     if cos is not None:
         check_rotation(width, n, cos, sin, pairing)
+        cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
     if output_format is not None:
         check_cache_format("output_format", output_format)
         if output_format.num_elements != width:

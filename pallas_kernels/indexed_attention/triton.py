@@ -56,9 +56,7 @@ def refusal(
 ) -> str | None:  # fmt: skip
     """Why the kernel cannot compute this, or None where it can."""
     if q.dtype != jnp.bfloat16:
-        return f"multiplies bfloat16 queries only, which tensor cores keep exact, got {q.dtype}"
-    if 0 in q.shape:
-        return f"needs at least one query and head, got queries of shape {q.shape}"
+        return f"multiplies bfloat16 queries only, as tensor cores round others, got {q.dtype}"
     caches = [rows] if extra is None else [rows, extra.rows]
     for fmt in (cache.fmt for cache in caches):
         reason = tiles.refusal(fmt)
@@ -79,18 +77,22 @@ def refusal(
 
 def indexed_attention(
     q, rows, indices, lengths, extra, sink, scale, cos, sin, *, query_norm_eps, pairing,
-    output_format, card, interpret, tile: Tile | None = None,
+    output_format, card, interpret,
 ):  # fmt: skip
     """See `pallas_kernels.indexed_attention.indexed_attention`."""
     n, heads, width = q.shape
     if cos is not None and cos.shape[1] == 1:
         pairing = "interleaved"  # one pair is neighbours in either way
+    width_of_out = width if output_format is None else output_format.row_bytes
+    if 0 in q.shape:
+        dtype = q.dtype if output_format is None else jnp.uint8
+        return jnp.zeros((n, heads, width_of_out), dtype), jnp.zeros((n, heads), jnp.float32)
     caches = [(rows, indices, lengths)]
     if extra is not None:
         caches.append((extra.rows, extra.indices, extra.lengths))
     caches = [cache for cache in caches if cache[1].shape[1]]
     columns = [cache_indices.shape[1] for _, cache_indices, _ in caches]
-    tile = tile or tiles.choose_tile(card, [cache.fmt for cache, _, _ in caches], columns)
+    tile = tiles.choose_tile(card, [cache.fmt for cache, _, _ in caches], columns)
     pieces = tiles.num_pieces(sum(columns))
     if pieces > 1 and n * pieces * heads * width * 4 > triton_common.MAX_BYTES:
         # The sums of the pieces would be too large: half of the queries at a time.
@@ -102,7 +104,7 @@ def indexed_attention(
             return indexed_attention(
                 q[part], rows, indices[part], take(lengths), second, sink, scale, take(cos),
                 take(sin), query_norm_eps=query_norm_eps, pairing=pairing,
-                output_format=output_format, card=card, interpret=interpret, tile=tile,
+                output_format=output_format, card=card, interpret=interpret,
             )  # fmt: skip
 
         parts = half(slice(n // 2)), half(slice(n // 2, n))
@@ -115,9 +117,7 @@ def indexed_attention(
         ],
         "sink": sink,
         "scale": scale.reshape(1),
-        "rotation": None
-        if cos is None or not cos.shape[1]
-        else (cos.astype(jnp.float32), sin.astype(jnp.float32)),
+        "rotation": None if cos is None or not cos.shape[1] else (cos, sin),
     }
     leaves, tree = jax.tree.flatten(operands)
     kernel = functools.partial(
@@ -199,7 +199,7 @@ def indexed_attention_kernel(
     out_ref, lse_ref = results
     sink = inputs["sink"]
     if sink is not None:
-        sink = plgpu.load(sink.at[head], mask=exists, other=0).astype(jnp.float32)
+        sink = plgpu.load(sink.at[head], mask=exists, other=0)
     kept, lse = _normalise(state.peak, state.mass, sink)
     plgpu.store(lse_ref.at[n, head], lse, mask=exists)
     values = [value * kept[:, None] for value in state.values]
@@ -306,10 +306,11 @@ def _normalise(peak, mass, sink):
     empty = mass == 0
     total = jnp.where(empty, 1.0, mass)
     lse = jnp.where(empty, -jnp.inf, peak + jnp.log2(total))
-    kept = jnp.where(empty, 0.0, 1.0 / total)
+    kept = 1.0 / total
     if sink is not None:
         # An overflow to infinity is right here: such a sink leaves nothing.
         kept = kept / (1.0 + jnp.exp2(sink * _LOG2_E - jnp.where(empty, 0.0, lse)))
+    kept = jnp.where(empty, 0.0, kept)
     return kept, lse * jnp.float32(1 / _LOG2_E)
 
 
@@ -317,7 +318,7 @@ def _merge(values, peak, mass, sink):
     """The output and lse of pieces whose softmax is relative to peaks of their own."""
     top = jnp.max(peak, axis=1)
     share = jnp.exp2(peak - jnp.where(top == -jnp.inf, 0.0, top)[:, None])
-    sink = None if sink is None else sink.astype(jnp.float32)[None, :]
+    sink = None if sink is None else sink[None, :]
     kept, lse = _normalise(top, jnp.sum(mass * share, axis=1), sink)
     return jnp.sum(values * share[..., None], axis=1) * kept[..., None], lse
 

@@ -20,7 +20,7 @@ def indexed_attention(
 ):  # fmt: skip
     """See `pallas_kernels.indexed_attention.indexed_attention`."""
     n, heads, width = q.shape
-    sink = jnp.full(heads, -jnp.inf, jnp.float32) if sink is None else sink.astype(jnp.float32)
+    sink = jnp.full(heads, -jnp.inf, jnp.float32) if sink is None else sink
     caches = [(rows, indices, lengths)]
     if extra is not None:
         caches.append((extra.rows, extra.indices, extra.lengths))
