@@ -103,7 +103,7 @@ def indexed_attention(
     checks.check_choice("pairing", pairing, PAIRINGS)
     if (cos is None) != (sin is None):
         raise ValueError("cos, sin: expected both or none, got one")
-    if cos is not None:
+    if cos is not None and sin is not None:
         check_rotation(width, n, cos, sin, pairing)
         cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
     if output_format is not None:
