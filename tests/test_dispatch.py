@@ -275,6 +275,8 @@ def test_no_query_and_no_token(implementation):
     q, rows, indices, _, sink = read_arguments()
     out, lse = read(q[:0], rows, indices[:0], None, sink, implementation)
     assert (out.shape, lse.shape) == ((0, *q.shape[1:]), (0, q.shape[1]))
+    out, lse = read(q[:, :0], rows, indices, None, sink[:0], implementation)
+    assert (out.shape, lse.shape) == ((len(q), 0, q.shape[2]), (len(q), 0))
     _, latents, slots, cos, sin = store_arguments()
     same = store(rows, latents[:0], slots[:0], cos[:0], sin[:0], implementation)
     assert_trees_equal(same, rows)

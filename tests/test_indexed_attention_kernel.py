@@ -801,8 +801,6 @@ REFUSED = {
     ),
     "raw output": ({}, {"output_format": BF16}, "writes outputs whose values all have scales"),
     "mixed output": ({}, {"output_format": V4}, "writes outputs whose values all have scales"),
-    "no queries": ({"n": 0}, {}, "needs at least one query and head"),
-    "no heads": ({"heads": 0}, {}, "needs at least one query and head"),
 }
 
 
