@@ -28,7 +28,7 @@ def is_power_of_two(n: int) -> bool:
 def rms_norm(
     x: Float32[Array, "m d"], weight: Float32[Array, "#m d"] | None, eps: float, interpret: bool
 ) -> Float32[Array, "m d"]:
-    """As `transforms.rms_norm`."""
+    """As `transforms.row_norm`."""
     square = transforms.mean_square(x)
     inverse = _inverse_square_root(square + jnp.float32(eps), interpret)
     x = x * jnp.where(codec.is_finite(square), inverse, jnp.float32(jnp.nan))

@@ -17,7 +17,7 @@ def transform_rows(
     hadamard: bool,
 ) -> Float32[Array, "*n d"]:
     """Norm, rotation and Hadamard transform of latent rows: what a row is before its cast."""
-    row = transforms.rms_norm(latents, norm_weight, norm_eps)
+    row = transforms.row_norm(latents, norm_weight, norm_eps)
     row = transforms.rope(row, cos, sin, pairing)
     return transforms.hadamard(row) if hadamard else row
 
