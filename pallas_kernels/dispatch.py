@@ -171,10 +171,6 @@ def _lower(ctx, *operands, call: _Call):
 def _lower_for_cuda(ctx, *operands, call: _Call):
     if call.implementation == "interpret":
         return _lower(ctx, *operands, call=call)
-    # In a program for several platforms this rule lowers for one of them, and what it calls asks
-    # the module.
-    module = ctx.module_context.replace(platforms=("cuda",))
-    ctx = ctx.replace(module_context=module, platforms=("cuda",))
     card = call.card or _local_card() or DEFAULT_CARD
     with triton_common.lowering_for(card):
         return _lower_kernel(ctx, operands, call, card)

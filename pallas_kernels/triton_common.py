@@ -47,8 +47,8 @@ def launch(
     Args:
       kernel: called with a reference for each operand and result, for each point of the grid. Its
         name is the kernel's in profiles.
-      operands: arrays.
-      out: pytree of jax.ShapeDtypeStruct, the results.
+      operands: arrays of any shape, of at most MAX_BYTES each.
+      out: pytree of jax.ShapeDtypeStruct, the results, as large at most.
       grid: at most two axes: vmap adds one, and there are three.
       num_warps: warps of a program.
       aliases: which operand's memory a result takes.

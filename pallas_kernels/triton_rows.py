@@ -76,7 +76,8 @@ def load_angles(
       pairing: "interleaved" or "half_split".
 
     Returns:
-      What `rotate` takes: [m, width / 2], for "half_split" as [m, width / (2 * half), half].
+      What `rotate` takes: [m, width / 2] where pairs are neighbours, else
+      [m, width / (2 * half), half].
     """
     half = cos_ref.shape[1]
     pair = jnp.arange(width // 2, dtype=jnp.int32)[None, :] - (width // 2 - half)
@@ -85,7 +86,7 @@ def load_angles(
     mask = live[:, None] & (pair >= 0)
     cos = plgpu.load(cos_ref.at[token[:, None], pair], mask=mask, other=1.0)
     sin = plgpu.load(sin_ref.at[token[:, None], pair], mask=mask, other=0.0)
-    if pairing == "interleaved":
+    if pairing == "interleaved" or half == 1:
         return cos, sin
     shape = (token.shape[0], width // (2 * half), half)
     return cos.reshape(shape), sin.reshape(shape)
@@ -95,11 +96,10 @@ def rotate(
     x: Float32[Array, "m d"],
     cos: Float32[Array, "#m *pairs"],
     sin: Float32[Array, "#m *pairs"],
-    pairing: str,
     inverse: bool = False,
 ) -> Float32[Array, "m d"]:
     """As `transforms.rope`, with the angles of `load_angles`."""
-    step = 1 if pairing == "interleaved" else cos.shape[2]
+    step = 1 if cos.ndim == 2 else cos.shape[2]
 
     def of_values(of_pairs):
         shape = _pairs_shape(of_pairs.shape[0], x.shape[1], step)

@@ -612,6 +612,27 @@ def test_no_pair_and_one_pair_rotate(half, pairing, implementation):
     np.testing.assert_allclose(lse[seen], expected_lse[seen], rtol=1e-5, atol=1e-5)
 
 
+def test_a_padded_query_and_the_end_of_a_list_gather_nothing(monkeypatch):
+    gathers = []
+    decode_rows = triton.decode_rows
+
+    def spy(*arguments):
+        jax.debug.callback(lambda: gathers.append(1))
+        return decode_rows(*arguments)
+
+    monkeypatch.setattr(triton, "decode_rows", spy)
+    rows = KVRows.create(3, 9, V41.with_width(64))
+    q = jnp.ones((4, 2, 64), jnp.bfloat16)
+    indices = np.full((4, 300), -1, np.int32)
+    indices[1, :5], indices[2, 64] = 3, 7  # the first block of 64, and up to the second
+    jax.block_until_ready(
+        pallas_kernels.indexed_attention(q, rows, indices, implementation="interpret")
+    )
+    jax.effects_barrier()
+    assert len(gathers) == 1 + 2
+    jax.clear_caches()  # of programs with the spy
+
+
 def test_queries_taken_in_parts_have_the_same_bits(monkeypatch):
     case = problem("v4-640-columns")
     expected = case.attend("interpret")
@@ -630,6 +651,7 @@ def test_queries_taken_in_parts_have_the_same_bits(monkeypatch):
     got = case.attend("interpret")
     assert sizes == [len(case.q) // 2, -(-len(case.q) // 2)]
     assert_same_bits(got, expected)
+    jax.clear_caches()  # of programs made under the patch
 
 
 # --- transformations

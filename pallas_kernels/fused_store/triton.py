@@ -77,7 +77,7 @@ def fused_store_kernel(
     if angle_refs:
         cos_ref, sin_ref = angle_refs
         cos, sin = triton_rows.load_angles(cos_ref, sin_ref, token, exists, width, pairing)
-        rotated = triton_rows.rotate(row, cos, sin, pairing)
+        rotated = triton_rows.rotate(row, cos, sin)
         # Not only the rotation by 0 of the others: it could change the sign of a zero.
         row = jnp.where(column < width - 2 * cos_ref.shape[1], row, rotated)
     if hadamard:
@@ -110,8 +110,6 @@ def fused_store(
     if n == 0:
         return rows
     del card
-    if cos.shape[1] == 1:
-        pairing = "interleaved"  # one pair is neighbours in either way
     tokens = _TOKENS[width]
     kernel = functools.partial(
         fused_store_kernel,

@@ -3,10 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+from pallas_kernels import triton_rows
 from pallas_kernels.formats import KVCacheFormat
-
-WIDTHS = (64, 128, 256, 512)
-"""Values in a row that the kernel is made for."""
 
 CHUNK = 64
 """Values of a row in one matrix product. The raw tail of a mixed format is one chunk."""
@@ -33,13 +31,13 @@ class Tile:
 
 def refusal(fmt: KVCacheFormat) -> str | None:
     """Why the kernel cannot read rows of a format, or None where it can."""
-    if fmt.num_elements not in WIDTHS:
-        widths = ", ".join(map(str, WIDTHS))
+    if fmt.num_elements not in triton_rows.WIDTHS:
+        widths = ", ".join(map(str, triton_rows.WIDTHS))
         return f"reads rows of {widths} values, got {fmt.num_elements}"
     if _is_mixed(fmt) and (fmt.raw_elements != CHUNK or not fmt.scales_last):
         return f"reads rows with a raw tail of {CHUNK} values, got format {fmt.name}"
     group = fmt.elements_per_scale
-    if group and (group & (group - 1) or group > CHUNK):
+    if group and not (triton_rows.is_power_of_two(group) and group <= CHUNK):
         return f"reads groups of at most {CHUNK} values, a power of two, got {group}"
     return None
 

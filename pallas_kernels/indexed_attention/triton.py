@@ -20,6 +20,7 @@ from pallas_kernels import codec, transforms, triton_common, triton_rows
 from pallas_kernels.formats import KVCacheFormat, quantize_rows
 from pallas_kernels.indexed_attention import tiles
 from pallas_kernels.indexed_attention.tiles import Tile
+from pallas_kernels.storage import ALIGNMENT
 from pallas_kernels.triton_decode import decode_rows
 
 _LOG2_E = math.log2(math.e)
@@ -81,12 +82,12 @@ def indexed_attention(
 ):  # fmt: skip
     """See `pallas_kernels.indexed_attention.indexed_attention`."""
     n, heads, width = q.shape
-    if cos is not None and cos.shape[1] == 1:
-        pairing = "interleaved"  # one pair is neighbours in either way
-    width_of_out = width if output_format is None else output_format.row_bytes
+    float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    out, lse = jax.ShapeDtypeStruct(q.shape, q.dtype), float32((n, heads))
+    if output_format is not None:
+        out = jax.ShapeDtypeStruct((n, heads, output_format.row_bytes), jnp.uint8)
     if 0 in q.shape:
-        dtype = q.dtype if output_format is None else jnp.uint8
-        return jnp.zeros((n, heads, width_of_out), dtype), jnp.zeros((n, heads), jnp.float32)
+        return jnp.zeros(out.shape, out.dtype), jnp.zeros(lse.shape, lse.dtype)
     caches = [(rows, indices, lengths)]
     if extra is not None:
         caches.append((extra.rows, extra.indices, extra.lengths))
@@ -130,14 +131,9 @@ def indexed_attention(
         pairing=pairing,
         output_format=output_format,
     )
-    float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    results = [out, lse]
     if pieces > 1:
         results = [float32((n, pieces, heads, width)), *[float32((n, pieces, heads))] * 2]
-    elif output_format is not None:
-        rows_of_bytes = (n, heads, output_format.row_bytes)
-        results = [jax.ShapeDtypeStruct(rows_of_bytes, jnp.uint8), float32((n, heads))]
-    else:
-        results = [jax.ShapeDtypeStruct(q.shape, q.dtype), float32((n, heads))]
     results = triton_common.launch(
         kernel,
         leaves,
@@ -239,7 +235,7 @@ def _rotate(cos_ref, sin_ref, n, pairing, inverse: bool, x: Float32[Array, "head
     """The last chunk of all heads of query n, rotated."""
     token, exists = jnp.full((1,), n, jnp.int32), jnp.full((1,), True)
     cos, sin = triton_rows.load_angles(cos_ref, sin_ref, token, exists, tiles.CHUNK, pairing)
-    return triton_rows.rotate(x, cos, sin, pairing, inverse)
+    return triton_rows.rotate(x, cos, sin, inverse)
 
 
 def _read(
@@ -250,7 +246,7 @@ def _read(
     end = jnp.int32(width)
     if source.lengths is not None:
         end = jnp.minimum(source.lengths[n], end)
-    first_byte = pl.multiple_of(source.start[0], 32)
+    first_byte = pl.multiple_of(source.start[0], ALIGNMENT)
 
     def load(column) -> tuple[Int32[Array, " k"], Bool[Array, " k"]]:
         index = plgpu.load(source.indices.at[n, column], mask=column < width, other=-1)
