@@ -17,7 +17,7 @@ import jax
 from benchmark_cases import Context, make_context
 from benchmark_process import Found, serve
 
-from pallas_kernels.indexed_attention import tiles
+from pallas_kernels.indexed_attention import triton_tiles as tiles
 
 
 def describe_device(context: Context) -> None:

@@ -26,7 +26,7 @@ LAYERS = {
         {"formats", "transforms"},
         {"storage", "triton_common"},
         {"dispatch", "triton_decode", "triton_rows"},
-        {"fused_store.xla", "indexed_attention.xla", "indexed_attention.tiles"},
+        {"fused_store.xla", "indexed_attention.xla", "indexed_attention.triton_tiles"},
         {"fused_store.triton", "indexed_attention.triton"},
         {"fused_store", "indexed_attention"},
     ],

@@ -21,7 +21,7 @@ from pallas_kernels import (
     indexed_attention,
     triton_common,
 )
-from pallas_kernels.indexed_attention import tiles
+from pallas_kernels.indexed_attention import triton_tiles as tiles
 
 FMT = V41.with_width(64)
 TRITON_CALL = "__gpu$xla.gpu.triton"

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_reference as reference
 import pytest
+from small_models import quick_jit
 
 import pallas_kernels
 from pallas_kernels import BF16, F32, V4, V32, V41, V41_FP4, KVRows, dequantize_rows
@@ -22,7 +23,7 @@ by_format = pytest.mark.parametrize("fmt", STORABLE, ids=lambda fmt: fmt.name)
 # 9 tokens into 15 rows: the first row, the last, and every kind of slot that means none.
 SLOTS = np.asarray([14, -1, 3, 15, 0, INT_MAX, 7, INT_MIN, 4], np.int32)
 
-_fused_store = jax.jit(
+_fused_store = quick_jit(
     pallas_kernels.fused_store,
     static_argnames=("norm_eps", "pairing", "hadamard", "scale_floor", "implementation"),
 )

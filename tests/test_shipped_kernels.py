@@ -15,7 +15,7 @@ import triton_ir
 from shipped_kernels import SHIPPED
 
 from pallas_kernels import V41
-from pallas_kernels.indexed_attention.tiles import choose_tile
+from pallas_kernels.indexed_attention.triton_tiles import choose_tile
 
 MISSING = machine_code.missing()
 compiles = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

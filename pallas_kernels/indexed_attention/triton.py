@@ -18,8 +18,8 @@ from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from pallas_kernels import codec, transforms, triton_common, triton_rows
 from pallas_kernels.formats import KVCacheFormat, quantize_rows
-from pallas_kernels.indexed_attention import tiles
-from pallas_kernels.indexed_attention.tiles import Tile
+from pallas_kernels.indexed_attention import triton_tiles as tiles
+from pallas_kernels.indexed_attention.triton_tiles import Tile
 from pallas_kernels.storage import ALIGNMENT
 from pallas_kernels.triton_decode import decode_rows
 
