@@ -21,6 +21,7 @@ from swa_jax.modules import DecoderLayer as DecoderLayer
 from swa_jax.modules import SlidingWindowAttention as SlidingWindowAttention
 from swa_jax.recompute import compare_with_recompute as compare_with_recompute
 from swa_jax.ring import RingGeometry as RingGeometry
+from swa_jax.rotary import YarnScaling as YarnScaling
 from swa_jax.sampling import Sampling as Sampling
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "V4",
     "V41",
     "V41_FP4",
+    "YarnScaling",
     "checkpoint",
     "compare_with_recompute",
     "generate",

@@ -1,7 +1,6 @@
 """Configurations of an attention layer and of a decoder: frozen, hashable, JSON-serialisable."""
 
 import dataclasses
-import functools
 import json
 from typing import Any
 
@@ -9,8 +8,10 @@ import numpy as np
 
 from pallas_kernels import V41, KVCacheFormat, checks
 from pallas_kernels.formats import SCALE_FLOORS, ScaleFloor, check_cache_format
-from pallas_kernels.transforms import PAIRINGS, turns_per_position
+from pallas_kernels.transforms import PAIRINGS
+from swa_jax.json_fields import build, parse_object
 from swa_jax.ring import RingGeometry
+from swa_jax.rotary import YarnScaling, rotary_turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +43,14 @@ class AttentionConfig:
       window: W, positions that a query sees, its own included.
       draft_tokens: drafts that a verify step may carry; they set the ring's capacity.
       rope_theta: base of the rotary frequencies.
+      rope_scaling: YaRN for the rotary frequencies, or None.
       norm_eps: epsilon of the norms.
       query_norm: whether each query head is normalised, without weights (V4 does, V4.1 does not).
       pairing: rotary pairs, "interleaved" or "half_split".
       hadamard: whether rows and queries are Hadamard-transformed.
       fmt: the format of the rows; its number of values is head_dim.
+      extra_fmt: the format of a compressed cache's rows, which every call then takes as `extra`;
+        None for a layer that reads its window only.
       scale_floor: "amax" or "scale", see `pallas_kernels.quantize_rows`.
       dtype: compute dtype of the projections, "float32" or "bfloat16".
       param_dtype: dtype of the projections' parameters; norm weights and sinks are float32.
@@ -66,11 +70,13 @@ class AttentionConfig:
     window: int = 128
     draft_tokens: int = 5
     rope_theta: float = 10000.0
+    rope_scaling: YarnScaling | None = None
     norm_eps: float = 1e-6
     query_norm: bool = False
     pairing: str = "interleaved"
     hadamard: bool = False
     fmt: KVCacheFormat = V41
+    extra_fmt: KVCacheFormat | None = None
     scale_floor: ScaleFloor = "amax"
     dtype: str = "float32"
     param_dtype: str = "float32"
@@ -99,17 +105,23 @@ class AttentionConfig:
                 or not 0 < value < np.inf
             ):
                 raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
+        if self.rope_scaling is not None:
+            if not isinstance(self.rope_scaling, YarnScaling):
+                raise ValueError(
+                    f"rope_scaling: expected a YarnScaling or None, got {self.rope_scaling!r}"
+                )
+            if self.rope_theta <= 1:
+                raise ValueError(
+                    f"rope_theta: expected more than 1 with rope_scaling, got {self.rope_theta!r}"
+                )
         for name in ("query_norm", "hadamard"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         checks.check_choice("pairing", self.pairing, PAIRINGS)
         checks.check_choice("scale_floor", self.scale_floor, SCALE_FLOORS)
-        check_cache_format("fmt", self.fmt)
-        if self.fmt.num_elements != self.head_dim:
-            raise ValueError(
-                f"fmt: expected rows of head_dim {self.head_dim} values, got {self.fmt.name} with "
-                f"{self.fmt.num_elements}; fmt.with_width({self.head_dim}) makes one that fits"
-            )
+        _check_row_format("fmt", self.fmt, self.head_dim)
+        if self.extra_fmt is not None:
+            _check_row_format("extra_fmt", self.extra_fmt, self.head_dim)
         if self.hadamard and self.head_dim & (self.head_dim - 1):
             raise ValueError(
                 f"hadamard: expected a head_dim that is a power of two, got {self.head_dim}"
@@ -127,16 +139,16 @@ class AttentionConfig:
     @property
     def turns(self) -> np.ndarray:
         """Rotary frequencies as `transforms.turns_per_position` gives them."""
-        return _rope_turns(self.rope_dim, self.rope_theta)
+        return rotary_turns(self.rope_dim, self.rope_theta, self.rope_scaling)
 
     def to_json(self) -> str:
         """The configuration as JSON text."""
-        return json.dumps(_attention_dict(self))
+        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "AttentionConfig":
         """The inverse of `to_json`. Raises ValueError for any other text."""
-        return _attention_from(_parse_object("AttentionConfig", text))
+        return _attention_from(parse_object("AttentionConfig", text))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,32 +221,33 @@ class DecoderConfig:
         """The format of all layers' rows."""
         return self.layers[0].fmt
 
+    def replace_attention(self, **fields: Any) -> "DecoderConfig":
+        """The same decoder with other values in every layer's attention.
+
+        Args:
+          **fields: of AttentionConfig.
+
+        Raises:
+          ValueError: as AttentionConfig; TypeError for a field that it has not.
+        """
+        layers = tuple(dataclasses.replace(layer, **fields) for layer in self.layers)
+        one = len(set(layers)) == 1
+        return dataclasses.replace(self, attention=layers[0] if one else layers)
+
     def to_json(self) -> str:
         """The configuration as JSON text."""
-        fields = {name: getattr(self, name) for name in _names(DecoderConfig)}
-        if isinstance(self.attention, tuple):
-            fields["attention"] = [_attention_dict(layer) for layer in self.attention]
-        else:
-            fields["attention"] = _attention_dict(self.attention)
-        return json.dumps(fields)
+        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "DecoderConfig":
         """The inverse of `to_json`. Raises ValueError for any other text."""
-        fields = _parse_object("DecoderConfig", text)
+        fields = parse_object("DecoderConfig", text)
         attention = fields.get("attention")
         if isinstance(attention, list):
             fields["attention"] = tuple(_attention_from(layer) for layer in attention)
         else:
             fields["attention"] = _attention_from(attention)
-        return _build(cls, fields)
-
-
-@functools.lru_cache
-def _rope_turns(rope_dim: int, theta: float) -> np.ndarray:
-    turns = turns_per_position(theta ** (-np.arange(0, rope_dim, 2, dtype=np.float64) / rope_dim))
-    turns.flags.writeable = False
-    return turns
+        return build(cls, fields)
 
 
 def _check_int(name: str, value: Any, smallest: int) -> None:
@@ -242,45 +255,28 @@ def _check_int(name: str, value: Any, smallest: int) -> None:
         raise ValueError(f"{name}: expected an integer of {smallest} or more, got {value!r}")
 
 
-def _names(cls: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls)]
-
-
-def _attention_dict(config: AttentionConfig) -> dict[str, Any]:
-    return dataclasses.asdict(config)
+def _check_row_format(name: str, fmt: KVCacheFormat, head_dim: int) -> None:
+    check_cache_format(name, fmt)
+    if fmt.num_elements != head_dim:
+        raise ValueError(
+            f"{name}: expected rows of head_dim {head_dim} values, got {fmt.name} with "
+            f"{fmt.num_elements}; {name}.with_width({head_dim}) makes one that fits"
+        )
 
 
 def _attention_from(fields: Any) -> AttentionConfig:
     if not isinstance(fields, dict):
         raise ValueError(f"attention: expected an object, got {type(fields).__name__}")
     fields = dict(fields)
-    for name, cls in (("fmt", KVCacheFormat), ("axis_names", AxisNames)):
-        if name in fields:
-            fields[name] = _build(cls, fields[name])
-    return _build(AttentionConfig, fields)
+    for name, cls in _PARTS.items():
+        if fields.get(name) is not None:
+            fields[name] = build(cls, fields[name])
+    return build(AttentionConfig, fields)
 
 
-def _parse_object(name: str, text: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(text)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}: expected JSON text, got {error}") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{name}: expected a JSON object, got {type(fields).__name__}")
-    return fields
-
-
-def _build(cls: type, fields: Any) -> Any:
-    """cls(**fields), where a wrong field is a ValueError that names it."""
-    if not isinstance(fields, dict):
-        raise ValueError(f"{cls.__name__}: expected an object, got {type(fields).__name__}")
-    unknown = sorted(set(fields) - set(_names(cls)))
-    required = {
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
-    missing = sorted(required - set(fields))
-    if unknown or missing:
-        raise ValueError(f"{cls.__name__}: unknown fields {unknown}, missing fields {missing}")
-    return cls(**fields)
+_PARTS = {
+    "fmt": KVCacheFormat,
+    "extra_fmt": KVCacheFormat,
+    "rope_scaling": YarnScaling,
+    "axis_names": AxisNames,
+}

@@ -1,0 +1,48 @@
+"""Dataclasses out of JSON objects, with errors that name the field."""
+
+import dataclasses
+import json
+from typing import Any
+
+
+def parse_object(name: str, text: str) -> dict[str, Any]:
+    """The fields of a JSON object.
+
+    Args:
+      name: what the object is, for the message.
+      text: JSON.
+
+    Raises:
+      ValueError: other text, another value, or a name given twice.
+    """
+    try:
+        fields = json.loads(text, object_pairs_hook=_unique)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: expected JSON text, got {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{name}: expected a JSON object, got {type(fields).__name__}")
+    return fields
+
+
+def build(cls: type, fields: Any) -> Any:
+    """cls(**fields), where a wrong field is a ValueError that names it."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"{cls.__name__}: expected an object, got {type(fields).__name__}")
+    known = dataclasses.fields(cls)
+    required = {
+        field.name
+        for field in known
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    unknown = sorted(set(fields) - {field.name for field in known})
+    missing = sorted(required - set(fields))
+    if unknown or missing:
+        raise ValueError(f"{cls.__name__}: unknown fields {unknown}, missing fields {missing}")
+    return cls(**fields)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError(f"a name twice among {[name for name, _ in pairs]}")
+    return fields
