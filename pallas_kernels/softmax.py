@@ -1,5 +1,6 @@
 """The softmax over decoded rows, with a sink: one definition for every XLA path."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -53,6 +54,31 @@ def attend(
         weights = round_to(mass, compute_dtype) * kept[:, None]
         out += jnp.einsum("nkh,nkd->nhd", weights, rows, precision=lax.Precision.HIGHEST)
     return out, jnp.where(empty, -jnp.inf, lse)
+
+
+def merge(
+    parts: Sequence[tuple[Float32[Array, "*n d"], Float32[Array, "*n"]]],
+    sink: Float32[Array, "*#n"],
+) -> Float32[Array, "*n d"]:
+    """The softmax over several sets of rows, out of the softmax over each.
+
+    Args:
+      parts: out float32[..., d] and lse float32[...] of each set, without a sink.
+      sink: float32, broadcast to lse; exp(sink) joins the denominator only.
+
+    Returns:
+      float32[..., d], 0 where no set has a row that counts.
+    """
+    peak = functools.reduce(jnp.maximum, [lse for _, lse in parts])
+    empty = peak == -jnp.inf
+    base = lax.stop_gradient(jnp.where(empty, jnp.float32(0), peak))
+    masses = [jnp.exp(lse - base) for _, lse in parts]
+    total = jnp.where(empty, jnp.float32(1), sum(masses))
+    sink = jnp.broadcast_to(sink, total.shape)
+    kept = jax.nn.sigmoid(base + jnp.log(total) - sink) / total
+    kept = jnp.where(empty, jnp.float32(0), kept)
+    weighted = [out * mass[..., None] for (out, _), mass in zip(parts, masses, strict=True)]
+    return functools.reduce(jnp.add, weighted) * kept[..., None]
 
 
 def round_to(x: Float[Array, "*s"], dtype: jnp.dtype) -> Float32[Array, "*s"]:

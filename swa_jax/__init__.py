@@ -8,17 +8,20 @@ from pallas_kernels import V41 as V41
 from pallas_kernels import V41_FP4 as V41_FP4
 from pallas_kernels import KVCacheFormat as KVCacheFormat
 from swa_jax import checkpoint as checkpoint
+from swa_jax import presets as presets
+from swa_jax.attention_module import SlidingWindowAttention as SlidingWindowAttention
 from swa_jax.cache import RingCache as RingCache
 from swa_jax.config import AttentionConfig as AttentionConfig
 from swa_jax.config import DecoderConfig as DecoderConfig
 from swa_jax.generation import generate as generate
 from swa_jax.generation import stream as stream
+from swa_jax.hf_config import read_attention as read_attention
+from swa_jax.hf_config import read_config as read_config
 from swa_jax.metadata import DecodeMetadata as DecodeMetadata
 from swa_jax.metadata import PrefillMetadata as PrefillMetadata
 from swa_jax.metadata import SequenceMetadata as SequenceMetadata
 from swa_jax.modules import Decoder as Decoder
 from swa_jax.modules import DecoderLayer as DecoderLayer
-from swa_jax.modules import SlidingWindowAttention as SlidingWindowAttention
 from swa_jax.recompute import compare_with_recompute as compare_with_recompute
 from swa_jax.ring import RingGeometry as RingGeometry
 from swa_jax.rotary import YarnScaling as YarnScaling
@@ -47,5 +50,8 @@ __all__ = [
     "checkpoint",
     "compare_with_recompute",
     "generate",
+    "presets",
+    "read_attention",
+    "read_config",
     "stream",
 ]

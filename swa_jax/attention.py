@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import (
+    ExtraKV,
     KVRows,
     checks,
     dequantize_rows,
@@ -20,12 +20,11 @@ from pallas_kernels import (
 )
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.fused_store.xla import transform_rows
-from pallas_kernels.storage import check_rows
-from swa_jax.band import window_attention
 from swa_jax.chunk import chunk_attention, chunk_rows
 from swa_jax.config import AttentionConfig
-from swa_jax.heads import Rotation, attend_indexed, finish, prepare_queries
-from swa_jax.metadata import DecodeMetadata, PrefillMetadata, SequenceMetadata
+from swa_jax.heads import Rotation, attend_band, attend_indexed
+from swa_jax.layer_checks import check_call
+from swa_jax.metadata import DecodeMetadata, Metadata, PrefillMetadata, SequenceMetadata
 
 AttentionParams = Mapping[str, Array]
 
@@ -56,9 +55,10 @@ def attention_layer(
     params: AttentionParams,
     x: Float[Array, "b t hidden"],
     rows: KVRows | None,
-    meta: DecodeMetadata | PrefillMetadata | SequenceMetadata,
+    meta: Metadata,
     config: AttentionConfig,
     *,
+    extra: ExtraKV | None = None,
     round_trip: bool = True,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "b t hidden"], KVRows | None]:
@@ -68,6 +68,9 @@ def attention_layer(
     expanded to heads, the row is normalised, rotated, cast and stored; each head attends to the
     rows of its window, with a sink; the output is rotated back at the query's position and goes
     through a grouped low-rank projection. The maths is that of DeepSeek-V4's attention.
+
+    A layer with a compressed cache takes it as `extra`: whoever compresses keys and selects among
+    them says with indices which rows each query reads. They join the softmax of the window.
 
     Gradients: rows in a cache are bytes, so a call with a cache treats them, its own new ones
     included, as constants. Train in the form without a cache.
@@ -80,6 +83,8 @@ def attention_layer(
       rows: this layer's view of the cache; None with a SequenceMetadata.
       meta: the kind of call and its addresses.
       config: the layer's configuration.
+      extra: the compressed cache, exactly if config.extra_fmt names its format. Its indices are
+        int32[B * T, K], query t of request b in row b * T + t.
       round_trip: in a call without a cache, whether rows go through their format and back.
       implementation: of the operations on rows: None, "xla", "triton" or "interpret".
 
@@ -89,7 +94,8 @@ def attention_layer(
     Raises:
       ValueError: a wrong shape, dtype, format or geometry.
     """
-    _check_call(params, x, rows, meta, config)
+    check_call(x, rows, meta, extra, config)
+    _check_params(params, config)
     dtype = jnp.dtype(config.dtype)
     batch, tokens, _ = x.shape
     # Selected before it is used: what stands at padding reaches no gradient either.
@@ -101,16 +107,16 @@ def attention_layer(
     rotation = transforms.rope_cos_sin(meta.positions, config.turns)
     arguments = (params, q, latents, rotation)
     if isinstance(meta, SequenceMetadata):
-        out = sequence_attention(*arguments, meta, config, round_trip=round_trip)
+        out = sequence_attention(*arguments, meta, config, extra=extra, round_trip=round_trip)
     else:
         assert rows is not None  # _check_call saw to it
         if isinstance(meta, DecodeMetadata):
             out, rows = decode_attention(
-                *arguments, rows, meta, config, implementation=implementation
+                *arguments, rows, meta, config, extra=extra, implementation=implementation
             )
         else:
             out, rows = prefill_attention(
-                *arguments, rows, meta, config, implementation=implementation
+                *arguments, rows, meta, config, extra=extra, implementation=implementation
             )
     groups = out.astype(dtype).reshape(batch, tokens, config.o_groups, -1)
     o_a = params["o_a"].astype(dtype).reshape(config.o_groups, config.o_lora_rank, -1)
@@ -128,6 +134,7 @@ def decode_attention(
     meta: DecodeMetadata,
     config: AttentionConfig,
     *,
+    extra: ExtraKV | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "b t h d"], KVRows]:
     """Stores the new rows, then reads the ring through indices.
@@ -140,6 +147,7 @@ def decode_attention(
       rows: this layer's view of the cache.
       meta: addresses of the step.
       config: the layer's configuration.
+      extra: a compressed cache in the same softmax.
       implementation: of both operations.
 
     Returns:
@@ -163,7 +171,9 @@ def decode_attention(
         scale_floor=config.scale_floor,
         implementation=implementation,
     )
-    out = attend_indexed(q, rotation, rows, meta.indices, params["sinks"], config, implementation)
+    out = attend_indexed(
+        q, rotation, rows, meta.indices, params["sinks"], extra, config, implementation
+    )
     return out, rows
 
 
@@ -176,6 +186,7 @@ def prefill_attention(
     meta: PrefillMetadata,
     config: AttentionConfig,
     *,
+    extra: ExtraKV | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "b t h d"], KVRows]:
     """Reads the old window, attends over old rows and new ones, then stores those that survive.
@@ -188,6 +199,7 @@ def prefill_attention(
       rows: this layer's view of the cache.
       meta: addresses of the chunk.
       config: the layer's configuration.
+      extra: a compressed cache in the same softmax: old window, chunk and compressed rows.
       implementation: of the attention.
 
     Returns:
@@ -206,7 +218,9 @@ def prefill_attention(
     rows = store_rows(rows, new.reshape(-1, config.fmt.row_bytes), slots)
     segments = jnp.where(jnp.concatenate([meta.window_slots, meta.positions], 1) >= 0, 0, -1)
     data = jnp.concatenate([old, new], axis=1)
-    out = chunk_attention(q, data, segments, params["sinks"], rotation, config, implementation)
+    out = chunk_attention(
+        q, data, segments, params["sinks"], rotation, extra, config, implementation
+    )
     return out, rows
 
 
@@ -218,6 +232,7 @@ def sequence_attention(
     meta: SequenceMetadata,
     config: AttentionConfig,
     *,
+    extra: ExtraKV | None = None,
     round_trip: bool = True,
 ) -> Float[Array, "b t h d"]:
     """Attention within whole sequences, without a cache; differentiable.
@@ -229,6 +244,7 @@ def sequence_attention(
       rotation: cosines and sines at meta.positions, float32[B, T, R / 2] each.
       meta: positions and segments.
       config: the layer's configuration.
+      extra: a compressed cache in the same softmax; its rows are constants.
       round_trip: whether rows go through their format and back, as they do in a cache; gradients
         pass straight through.
 
@@ -239,15 +255,9 @@ def sequence_attention(
     if round_trip:
         row = _round_trip(row, config)
     old = ((0, 0), (config.window - 1, 0))
-    out = window_attention(
-        prepare_queries(q, rotation, config),
-        jnp.pad(row, (*old, (0, 0))),
-        jnp.pad(meta.segment_ids, old, constant_values=-1),
-        window=config.window,
-        sink=params["sinks"].astype(jnp.float32),
-        scale=jnp.float32(config.head_dim**-0.5),
-    )
-    return finish(out, rotation, config, q.dtype)
+    rows = jnp.pad(row, (*old, (0, 0)))
+    segments = jnp.pad(meta.segment_ids, old, constant_values=-1)
+    return attend_band(q, rotation, rows, segments, params["sinks"], extra, config)
 
 
 def _project(x: Float[Array, "*n i"], kernel: Float[Array, "o i"]) -> Float[Array, "*n o"]:
@@ -272,39 +282,10 @@ def _round_trip(row: Float32[Array, "b t d"], config: AttentionConfig) -> Float3
     return through(row)
 
 
-def _check_call(params, x, rows, meta, config: AttentionConfig) -> None:
-    checks.check_floating("x", x)
-    if not isinstance(meta, DecodeMetadata | PrefillMetadata | SequenceMetadata):
-        raise ValueError(
-            f"meta: expected a DecodeMetadata, PrefillMetadata or SequenceMetadata, got "
-            f"{type(meta).__name__}"
-        )
-    checks.check_shape("x", x, (*meta.positions.shape, config.hidden_size))
-    if 0 in meta.positions.shape:
-        raise ValueError(f"x: expected at least one request and token, got shape {x.shape}")
+def _check_params(params, config: AttentionConfig) -> None:
     shapes = parameter_shapes(config)
     missing = sorted(set(shapes) - set(params))
     if missing:
         raise ValueError(f"params: expected {sorted(shapes)}, got none of {missing}")
     for name, shape in shapes.items():
         checks.check_shape(f"params[{name!r}]", params[name], shape)
-    if isinstance(meta, SequenceMetadata):
-        if rows is not None:
-            raise ValueError("rows: expected None in a call without a cache, got rows")
-        return
-    check_rows(rows)
-    if rows.fmt != config.fmt:
-        want, got = config.fmt, rows.fmt
-        raise ValueError(
-            f"rows: expected format {want.name} of {want.num_elements} values, got {got.name} of "
-            f"{got.num_elements}"
-        )
-    if checks.is_known(meta.slots) and np.any(np.asarray(meta.slots) >= rows.num_rows):
-        raise ValueError(
-            f"meta: expected state ids below {rows.data.shape[0]}, the cache's slots, got slots "
-            f"up to row {np.max(np.asarray(meta.slots))} of {rows.num_rows}"
-        )
-    want = (config.window, rows.rows_per_slot)
-    got = (meta.geometry.window, meta.geometry.capacity)
-    if want != got:
-        raise ValueError(f"meta: expected a geometry of window, capacity {want}, got {got}")

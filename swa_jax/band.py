@@ -19,7 +19,7 @@ def window_attention(
     window: int,
     sink: Float32[Array, " h"],
     scale: Float32[Array, ""],
-) -> Float32[Array, "b t h d"]:
+) -> tuple[Float32[Array, "b t h d"], Float32[Array, "b t h"]]:
     """Each query attends to the W rows that end with its own, as far as they are of its segment.
 
     Args:
@@ -31,7 +31,8 @@ def window_attention(
       scale: of the scores.
 
     Returns:
-      float32[B, T, H, D]; 0 where a query sees nothing. A row that is NaN reaches exactly the
+      float32[B, T, H, D], 0 where a query sees nothing; and float32[B, T, H], the natural log of
+      the sum of exponentials without the sink, -inf there. A row that is NaN reaches exactly the
       queries that see it.
     """
     batch, tokens, heads, width = q.shape
@@ -68,9 +69,11 @@ def window_attention(
     inputs = [split(query, 0), split(own, 0)]
     inputs += [split(x, behind) for x in (rows, segments, nan)]
     if groups == 1:
-        return group([x[0] for x in inputs])[:, :tokens]
-    out = jnp.moveaxis(lax.map(group, inputs), 0, 1)
-    return out.reshape(batch, padded, heads, width)[:, :tokens]
+        out, lse = group([x[0] for x in inputs])
+    else:
+        out, lse = (jnp.moveaxis(x, 0, 1) for x in lax.map(group, inputs))
+        out, lse = (x.reshape(batch, padded, *x.shape[3:]) for x in (out, lse))
+    return out[:, :tokens], lse[:, :tokens]
 
 
 def _blocks(query, own, rows, segments, nan, size, window, sink, scale, compute_dtype):
@@ -91,10 +94,11 @@ def _blocks(query, own, rows, segments, nan, size, window, sink, scale, compute_
     in_window = jnp.asarray((distance >= 0) & (distance < window))[None]
     visible = in_window & (segments == own) & (segments >= 0)
     counts = jnp.repeat(visible, heads, axis=2)
-    out, _ = attend(query, [(spread(rows), counts)], jnp.tile(sink, size), scale, compute_dtype)
+    out, lse = attend(query, [(spread(rows), counts)], jnp.tile(sink, size), scale, compute_dtype)
+    sees_nan = jnp.any(visible & nan, axis=1).reshape(batch, length, 1)
+    lse = jnp.where(sees_nan, jnp.float32(jnp.nan), lse.reshape(batch, length, heads))
     out = out.reshape(batch, length, heads, width)
-    sees_nan = jnp.any(visible & nan, axis=1).reshape(batch, length, 1, 1)
-    return jnp.where(sees_nan, jnp.float32(jnp.nan), out)
+    return jnp.where(sees_nan[..., None], jnp.float32(jnp.nan), out), lse
 
 
 def _block_size(window: int) -> int:

@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels import KVRows, dequantize_rows, fused_store, quantize_rows
+from pallas_kernels import ExtraKV, KVRows, dequantize_rows, fused_store, quantize_rows
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.fused_store import OPERATION as FUSED_STORE
 from pallas_kernels.fused_store.xla import transform_rows
 from pallas_kernels.indexed_attention import OPERATION as INDEXED_ATTENTION
-from swa_jax.band import window_attention
 from swa_jax.config import AttentionConfig
-from swa_jax.heads import Rotation, attend_indexed, finish, prepare_queries
+from swa_jax.heads import Rotation, attend_band, attend_indexed
 
 
 def chunk_rows(
@@ -49,10 +48,11 @@ def chunk_attention(
     segments: Int32[Array, "b kt"],
     sink: Float[Array, " h"],
     rotation: Rotation,
+    extra: ExtraKV | None,
     config: AttentionConfig,
     implementation: Implementation = None,
 ) -> Float[Array, "b t h d"]:
-    """Each query attends to the W rows that end with its own.
+    """Each query attends to the W rows that end with its own, and to those of a second cache.
 
     Args:
       q: floating[B, T, H, D], queries before norm and rotation. Query t belongs to row W - 1 + t.
@@ -60,6 +60,7 @@ def chunk_attention(
       segments: int32[B, W - 1 + T], 0, or -1 for a row that nobody sees.
       sink: floating[H].
       rotation: cosines and sines at the queries' positions.
+      extra: a compressed cache in the same softmax, its indices [B * T, K]; or None.
       config: the layer's configuration.
       implementation: None, "xla", "triton" or "interpret".
 
@@ -69,7 +70,7 @@ def chunk_attention(
     Raises:
       NotImplementedError: the implementation named cannot do it.
     """
-    return _ATTENTION(implementation, q, data, segments, sink, *rotation, config=config)
+    return _ATTENTION(implementation, q, data, segments, sink, *rotation, extra, config=config)
 
 
 def _cast(latents, norm_weight, cos, sin, *, config: AttentionConfig):
@@ -122,25 +123,18 @@ def _cast_refusal(latents, norm_weight, cos, sin, *, config: AttentionConfig) ->
 _ROWS = Operation("prefill_rows", _cast, _cast_by_store, _cast_refusal)
 
 
-def _by_band(q, data, segments, sink, cos, sin, *, config: AttentionConfig):
-    out = window_attention(
-        prepare_queries(q, (cos, sin), config),
-        dequantize_rows(data, config.fmt),
-        segments,
-        window=config.window,
-        sink=sink.astype(jnp.float32),
-        scale=jnp.float32(config.head_dim**-0.5),
-    )
-    return finish(out, (cos, sin), config, q.dtype)
+def _by_band(q, data, segments, sink, cos, sin, extra, *, config: AttentionConfig):
+    rows = dequantize_rows(data, config.fmt)
+    return attend_band(q, (cos, sin), rows, segments, sink, extra, config)
 
 
 def _by_index(
-    q, data, segments, sink, cos, sin, *, config: AttentionConfig, card: str, interpret: bool
+    q, data, segments, sink, cos, sin, extra, *, config: AttentionConfig, card: str, interpret: bool
 ):
     del card  # the operation inside asks for itself
     rows, indices = _assemble(data, segments, config)
     implementation = "interpret" if interpret else "triton"
-    return attend_indexed(q, (cos, sin), rows, indices, sink, config, implementation)
+    return attend_indexed(q, (cos, sin), rows, indices, sink, extra, config, implementation)
 
 
 def _assemble(
@@ -158,12 +152,12 @@ def _assemble(
     return rows, indices.reshape(batch * tokens, config.window)
 
 
-def _refusal(q, data, segments, sink, cos, sin, *, config: AttentionConfig) -> str | None:
+def _refusal(q, data, segments, sink, cos, sin, extra, *, config: AttentionConfig) -> str | None:
     flat = jax.eval_shape(lambda x: x.reshape(-1, *x.shape[2:]), q)
     rows, indices = jax.eval_shape(lambda d, s: _assemble(d, s, config), data, segments)
     [angle] = [None] if config.hadamard else jax.eval_shape(_flat, cos)
     return INDEXED_ATTENTION.refusal(
-        flat, rows, indices, None, None, sink, None, angle, angle,
+        flat, rows, indices, None, extra, sink, None, angle, angle,
         query_norm_eps=None, pairing=config.pairing, output_format=None,
     )  # fmt: skip
 

@@ -245,7 +245,7 @@ class DecoderConfig:
         attention = fields.get("attention")
         if isinstance(attention, list):
             fields["attention"] = tuple(_attention_from(layer) for layer in attention)
-        else:
+        elif "attention" in fields:
             fields["attention"] = _attention_from(attention)
         return build(cls, fields)
 

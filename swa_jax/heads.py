@@ -1,10 +1,12 @@
 """What happens to queries before attention and to the heads' outputs after it."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels import KVRows, indexed_attention, transforms
+from pallas_kernels import ExtraKV, KVRows, indexed_attention, transforms
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.softmax import merge
+from swa_jax.band import window_attention
 from swa_jax.config import AttentionConfig
 
 Rotation = tuple[Float32[Array, "b t half"], Float32[Array, "b t half"]]
@@ -40,6 +42,7 @@ def attend_indexed(
     rows: KVRows,
     indices: Array,
     sink: Float[Array, " h"],
+    extra: ExtraKV | None,
     config: AttentionConfig,
     implementation: Implementation,
 ) -> Float[Array, "b t h d"]:
@@ -51,19 +54,23 @@ def attend_indexed(
       rows: the cache.
       indices: int32[B * T, K].
       sink: per head.
+      extra: a compressed cache in the same softmax.
       config: the layer's configuration.
       implementation: of `indexed_attention`.
     """
     count = indices.shape[0]
     if config.hadamard:  # the transform stands between the rotation and the dot products
         queries = prepare_queries(q, rotation, config).reshape(count, *q.shape[2:])
-        out, _ = indexed_attention(queries, rows, indices, sink=sink, implementation=implementation)
+        out, _ = indexed_attention(
+            queries, rows, indices, extra=extra, sink=sink, implementation=implementation
+        )
         return finish(out.reshape(q.shape).astype(jnp.float32), rotation, config, q.dtype)
     cos, sin = (angle.reshape(count, -1) for angle in rotation)
     out, _ = indexed_attention(
         q.reshape(count, *q.shape[2:]),
         rows,
         indices,
+        extra=extra,
         sink=sink,
         query_norm_eps=config.norm_eps if config.query_norm else None,
         cos=cos,
@@ -72,3 +79,47 @@ def attend_indexed(
         implementation=implementation,
     )
     return out.reshape(q.shape)
+
+
+def attend_band(
+    q: Float[Array, "b t h d"],
+    rotation: Rotation,
+    rows: Float32[Array, "b kt d"],
+    segments: Int32[Array, "b kt"],
+    sink: Float[Array, " h"],
+    extra: ExtraKV | None,
+    config: AttentionConfig,
+) -> Float[Array, "b t h d"]:
+    """Attention of raw queries over consecutive rows within the window, rotated back, in q's dtype.
+
+    Args:
+      q: queries before norm and rotation. Query t belongs to row W - 1 + t.
+      rotation: cosines and sines at their positions.
+      rows: W - 1 old rows, then T new ones, decoded.
+      segments: each row's segment; a query sees rows of its own; -1 for a row that nobody sees.
+      sink: per head.
+      extra: a compressed cache in the same softmax.
+      config: the layer's configuration.
+    """
+    queries = prepare_queries(q, rotation, config)
+    sink = sink.astype(jnp.float32)
+    out, lse = window_attention(
+        queries,
+        rows,
+        segments,
+        window=config.window,
+        sink=sink if extra is None else jnp.full_like(sink, -jnp.inf),
+        scale=jnp.float32(config.head_dim**-0.5),
+    )
+    if extra is not None:
+        count = q.shape[0] * q.shape[1]
+        more = indexed_attention(
+            queries.astype(jnp.float32).reshape(count, *q.shape[2:]),
+            extra.rows,
+            extra.indices,
+            lengths=extra.lengths,
+            implementation="xla",
+        )
+        parts = [(out, lse), tuple(x.reshape(*q.shape[:2], *x.shape[1:]) for x in more)]
+        out = merge(parts, sink)
+    return finish(out, rotation, config, q.dtype)

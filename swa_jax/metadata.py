@@ -178,6 +178,10 @@ class SequenceMetadata:
         return cls(jnp.where(padding, -1, positions), jnp.where(padding, -1, segment_ids))
 
 
+Metadata = DecodeMetadata | PrefillMetadata | SequenceMetadata
+"""Its type says which kind of call it is."""
+
+
 def _known(*arrays: Any) -> list[np.ndarray] | None:
     """The values of arrays, or None while one of them is traced."""
     if not checks.is_known(*arrays):

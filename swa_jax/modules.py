@@ -1,103 +1,20 @@
-"""Flax Linen modules: the attention layer, a decoder layer and a decoder."""
+"""Flax Linen: a decoder layer and a decoder."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels import KVRows, checks, transforms
+from pallas_kernels import ExtraKV, KVRows, checks, transforms
 from pallas_kernels.dispatch import Implementation
-from swa_jax.attention import attention_layer, parameter_shapes
+from swa_jax.attention_module import SlidingWindowAttention, sequence_metadata
 from swa_jax.cache import RingCache
 from swa_jax.config import AttentionConfig, DecoderConfig
-from swa_jax.metadata import DecodeMetadata, PrefillMetadata, SequenceMetadata
-
-Metadata = DecodeMetadata | PrefillMetadata | SequenceMetadata
-
-_kernel_init = nn.initializers.variance_scaling(
-    1.0, "fan_in", "truncated_normal", in_axis=-1, out_axis=-2
-)
-
-
-class SlidingWindowAttention(nn.Module):
-    """A sliding-window latent-attention layer, see `attention.attention_layer`.
-
-    Attributes:
-      config: the layer's configuration.
-      round_trip: in a call without a cache, whether rows go through their format and back.
-      implementation: of the operations on rows.
-    """
-
-    config: AttentionConfig
-    round_trip: bool = True
-    implementation: Implementation = None
-
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "b t hidden"],
-        rows: KVRows | None = None,
-        meta: Metadata | None = None,
-        *,
-        positions: Int[Array, "b t"] | None = None,
-        segment_ids: Int[Array, "b t"] | None = None,
-    ) -> Any:
-        """The layer's output; with a cache also its new rows.
-
-        Args:
-          x: floating[B, T, hidden].
-          rows: the layer's view of the cache, or None.
-          meta: with rows a DecodeMetadata or PrefillMetadata; its type says which call it is.
-          positions: integers[B, T], without a cache only: 0 to T - 1 by default.
-          segment_ids: integers[B, T], without a cache only, for packed rows.
-
-        Returns:
-          y, config.dtype[B, T, hidden], zero at padding; (y, rows) if rows were given.
-
-        Raises:
-          ValueError: a wrong shape, dtype, format or geometry, or metadata without rows.
-        """
-        if rows is None and not isinstance(meta, SequenceMetadata):
-            meta = _sequence_metadata(x, meta, positions, segment_ids)
-        elif meta is None:
-            raise ValueError("meta: expected metadata with rows, got None")
-        elif positions is not None or segment_ids is not None:
-            raise ValueError("positions, segment_ids: expected none with metadata, got some")
-        names = self.config.axis_names
-        axes = {
-            "q_a_kv": (names.query_rank, names.embed),
-            "q_a_norm": (names.query_rank,),
-            "q_b": (names.heads, names.query_rank),
-            "kv_norm": (names.kv,),
-            "sinks": (names.heads,),
-            "o_a": (names.output_rank, names.heads),
-            "o_b": (names.embed, names.output_rank),
-        }
-        inits = {
-            "q_a_norm": nn.initializers.ones,
-            "kv_norm": nn.initializers.ones,
-            "sinks": nn.initializers.zeros,
-        }
-        params: dict[str, Any] = {
-            name: self.param(
-                name,
-                nn.with_logical_partitioning(inits.get(name, _kernel_init), axes[name]),
-                shape,
-                jnp.dtype("float32" if name in inits else self.config.param_dtype),
-            )
-            for name, shape in parameter_shapes(self.config).items()
-        }
-        y, new_rows = attention_layer(
-            params,
-            x,
-            rows,
-            meta,
-            self.config,
-            round_trip=self.round_trip,
-            implementation=self.implementation,
-        )
-        return y if rows is None else (y, new_rows)
+from swa_jax.hooks import EmbedHook, ExtraHook
+from swa_jax.metadata import Metadata
+from swa_jax.mlp import SwiGLU, kernel_init
 
 
 class DecoderLayer(nn.Module):
@@ -107,33 +24,62 @@ class DecoderLayer(nn.Module):
       config: of the attention.
       mlp_size: inner width of the SwiGLU.
       round_trip, implementation: as of SlidingWindowAttention.
+      extra_hook: makes the compressed cache of a call, see `hooks.ExtraHook`.
     """
 
     config: AttentionConfig
     mlp_size: int
     round_trip: bool = True
     implementation: Implementation = None
+    extra_hook: ExtraHook | None = None
 
-    @nn.compact
     def __call__(
         self,
         x: Float[Array, "b t hidden"],
         rows: KVRows | None = None,
         meta: Metadata | None = None,
+        *,
+        extra: ExtraKV | None = None,
+        cross_layer: Any = None,
     ) -> Any:
-        """The layer's output, and its new rows if rows were given. Arguments as the attention's."""
+        """The layer's output and, as far as there are any, its new rows and the cross-layer value.
+
+        Args:
+          x: floating[B, T, hidden].
+          rows: as of the attention, and so are meta and extra.
+          meta: the kind of call.
+          extra: a compressed cache.
+          cross_layer: whatever layers hand to each other: any pytree. The layer itself does not
+            read it; its extra_hook may, and may change it.
+        """
+        return _given(*self.run(x, rows, meta, extra, cross_layer))
+
+    @nn.compact
+    def run(
+        self,
+        x: Float[Array, "b t hidden"],
+        rows: KVRows | None,
+        meta: Metadata | None,
+        extra: ExtraKV | None,
+        cross_layer: Any,
+    ) -> tuple[Float[Array, "b t hidden"], KVRows | None, Any]:
+        """As the call: output, new rows and cross-layer value, each None if there is none."""
         attention = SlidingWindowAttention(
             self.config, self.round_trip, self.implementation, name="attention"
         )
         normalised = _Norm(self.config, name="attention_norm")(x)
+        if self.extra_hook is not None:
+            if meta is None:
+                raise ValueError("meta: expected metadata with an extra_hook, got None")
+            extra, cross_layer = self.extra_hook(normalised, meta, extra, cross_layer)
         if rows is None:
-            y = attention(normalised, meta=meta)
+            y = attention(normalised, meta=meta, extra=extra)
         else:
-            y, rows = attention(normalised, rows, meta)
+            y, rows = attention(normalised, rows, meta, extra=extra)
         x = x + y
         normalised = _Norm(self.config, name="mlp_norm")(x)
-        x = x + _SwiGLU(self.config, self.mlp_size, name="mlp")(normalised)
-        return x if rows is None else (x, rows)
+        x = x + SwiGLU(self.config, self.mlp_size, name="mlp")(normalised)
+        return x, rows, cross_layer
 
 
 class Decoder(nn.Module):
@@ -142,11 +88,17 @@ class Decoder(nn.Module):
     Attributes:
       config: the decoder's configuration.
       round_trip, implementation: as of SlidingWindowAttention.
+      embed_hook: changes the embedded tokens, as n-gram embeddings and draft models do, see
+        `hooks.EmbedHook`.
+      extra_hooks: one for each layer, or None where a layer has none: what compresses keys and
+        selects among them, see `hooks.ExtraHook`. A hook that is a Flax module has parameters.
     """
 
     config: DecoderConfig
     round_trip: bool = True
     implementation: Implementation = None
+    embed_hook: EmbedHook | None = None
+    extra_hooks: Sequence[ExtraHook | None] | None = None
 
     def setup(self):
         """Declares the parameters and layers."""
@@ -159,22 +111,33 @@ class Decoder(nn.Module):
             "embedding", nn.with_logical_partitioning(init, axes), table, dtype
         )
         self.head: Any = self.param(
-            "head", nn.with_logical_partitioning(_kernel_init, axes), table, dtype
+            "head", nn.with_logical_partitioning(kernel_init, axes), table, dtype
         )
         self.norm = _Norm(layers[0])
         fields = (config.mlp_size, self.round_trip, self.implementation)
+        hooks = (None,) * config.num_layers if self.extra_hooks is None else self.extra_hooks
+        if len(hooks) != config.num_layers:
+            raise ValueError(
+                f"extra_hooks: expected one for each of {config.num_layers} layers, or None, got "
+                f"{len(hooks)}"
+            )
         if config.scan_layers:
+            if any(hook is not None for hook in hooks):
+                raise ValueError("extra_hooks: expected none with scan_layers, got some")
             scanned = nn.scan(
                 _ScannedLayer,
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=cast(Any, (0, nn.broadcast)),
+                in_axes=cast(Any, (0, nn.broadcast, nn.broadcast)),
                 length=config.num_layers,
                 metadata_params={nn.PARTITION_NAME: names.layers},
             )
             self.layers: Any = scanned(layers[0], *fields)
         else:
-            self.layers = [DecoderLayer(layer, *fields) for layer in layers]
+            self.layers = [
+                DecoderLayer(layer, *fields, hook)
+                for layer, hook in zip(layers, hooks, strict=True)
+            ]
 
     def __call__(
         self,
@@ -182,21 +145,31 @@ class Decoder(nn.Module):
         cache: RingCache | None = None,
         meta: Metadata | None = None,
         *,
+        extra: ExtraKV | Sequence[ExtraKV | None] | None = None,
+        cross_layer: Any = None,
+        draft_input: Float[Array, "b t _hidden"] | None = None,
         positions: Int[Array, "b t"] | None = None,
         segment_ids: Int[Array, "b t"] | None = None,
     ) -> Any:
-        """Hidden states; with a cache also the new cache.
+        """Hidden states and, as far as there are any, the new cache and the cross-layer value.
 
         Args:
           tokens: integers[B, T], token ids. One outside the vocabulary counts as the nearest;
             whatever stands at padding is ignored.
           cache: rings of all layers, or None.
           meta: with a cache a DecodeMetadata or PrefillMetadata.
+          extra: compressed caches: one for each layer, None where a layer has none; or one that all
+            layers read. Their indices are integers[B * T, K].
+          cross_layer: any pytree, handed to the embed_hook, then from layer to layer through their
+            extra_hooks. It comes back last.
+          draft_input: floating[B, T, ...], what a draft model is given beside its tokens, such as
+            hidden states of the model it drafts for. For the embed_hook, which must be there.
           positions: integers[B, T], without a cache only: 0 to T - 1 by default.
           segment_ids: integers[B, T], without a cache only, for packed rows.
 
         Returns:
-          hidden, config.dtype[B, T, hidden], zero at padding; (hidden, cache) with a cache.
+          hidden, config.dtype[B, T, hidden], zero at padding; a tuple of it, the cache and the
+          cross-layer value if there is one of these.
 
         Raises:
           ValueError: a wrong shape or dtype, or a cache that is not this decoder's.
@@ -205,28 +178,34 @@ class Decoder(nn.Module):
         tokens = checks.as_int32("tokens", tokens)
         checks.check_shape("tokens", tokens, (None, None))
         if cache is None:
-            meta = _sequence_metadata(tokens, meta, positions, segment_ids)
+            meta = sequence_metadata(tokens, meta, positions, segment_ids)
         else:
             if positions is not None or segment_ids is not None:
                 raise ValueError("positions, segment_ids: expected none with a cache, got some")
             if meta is None:
                 raise ValueError("meta: expected metadata with a cache, got None")
             self._check_cache(cache)
+        if draft_input is not None and self.embed_hook is None:
+            raise ValueError("draft_input: expected an embed_hook that reads it, got none")
+        extras = self._extra_of_layers(extra)
         dtype = jnp.dtype(config.layers[0].dtype)
         known = jnp.clip(tokens, 0, config.vocab_size - 1)
         x = jnp.take(self.embedding, known, axis=0).astype(dtype)
+        if self.embed_hook is not None:
+            shape = x.shape
+            x = self.embed_hook(x, tokens, meta, cross_layer, draft_input).astype(dtype)
+            checks.check_shape("embed_hook's result", x, shape)
         if config.scan_layers:
             numbers = jnp.arange(config.num_layers, dtype=jnp.int32)
-            (x, cache), _ = self.layers((x, cache), numbers, meta)
-        elif cache is None:
-            for layer in self.layers:
-                x = layer(x, meta=meta)
+            (x, cache), _ = self.layers((x, cache), numbers, meta, extras[0])
         else:
             for i, layer in enumerate(self.layers):
-                x, rows = layer(x, cache.layer(i), meta)
-                cache = cache.with_layer(i, rows)
+                rows = None if cache is None else cache.layer(i)
+                x, rows, cross_layer = layer.run(x, rows, meta, extras[i], cross_layer)
+                if cache is not None:
+                    cache = cache.with_layer(i, rows)
         hidden = jnp.where(meta.positions[..., None] >= 0, self.norm(x), jnp.zeros((), dtype))
-        return hidden if cache is None else (hidden, cache)
+        return _given(hidden, cache, cross_layer)
 
     def logits(self, hidden: Float[Array, "*n hidden"]) -> Float32[Array, "*n vocab"]:
         """Vocabulary scores of hidden states.
@@ -240,6 +219,20 @@ class Decoder(nn.Module):
         table = self.head.astype(hidden.dtype)
         scores = jnp.einsum("...h,vh->...v", hidden, table, preferred_element_type=jnp.float32)
         return scores.astype(jnp.float32)
+
+    def _extra_of_layers(self, extra) -> Sequence[ExtraKV | None]:
+        """The compressed cache of each layer; scanned layers share one."""
+        count = self.config.num_layers
+        if extra is None or isinstance(extra, ExtraKV):
+            return (extra,) * count
+        if self.config.scan_layers:
+            raise ValueError("extra: expected one for all layers with scan_layers, got several")
+        if not isinstance(extra, Sequence) or len(extra) != count:
+            got = len(extra) if isinstance(extra, Sequence) else type(extra).__name__
+            raise ValueError(
+                f"extra: expected an ExtraKV or one for each of {count} layers, got {got}"
+            )
+        return extra
 
     def _check_cache(self, cache: RingCache) -> None:
         if not isinstance(cache, RingCache):
@@ -263,15 +256,14 @@ class _ScannedLayer(nn.Module):
     implementation: Implementation
 
     @nn.compact
-    def __call__(self, carry, number, meta):
+    def __call__(self, carry, number, meta, extra):
         x, cache = carry
         layer = DecoderLayer(
             self.config, self.mlp_size, self.round_trip, self.implementation, name="layer"
         )
-        if cache is None:
-            return (layer(x, meta=meta), None), None
-        x, rows = layer(x, cache.layer(number), meta)
-        return (x, cache.with_layer(number, rows)), None
+        rows = None if cache is None else cache.layer(number)
+        x, rows, _ = layer.run(x, rows, meta, extra, None)
+        return (x, None if cache is None else cache.with_layer(number, rows)), None
 
 
 class _Norm(nn.Module):
@@ -291,29 +283,7 @@ class _Norm(nn.Module):
         return transforms.rms_norm(x, weight, self.config.norm_eps).astype(x.dtype)
 
 
-class _SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), kernels [out, in]."""
-
-    config: AttentionConfig
-    size: int
-
-    @nn.compact
-    def __call__(self, x):
-        names, dtype = self.config.axis_names, jnp.dtype(self.config.param_dtype)
-
-        def project(name, x, out, axes):
-            init = nn.with_logical_partitioning(_kernel_init, axes)
-            kernel: Any = self.param(name, init, (out, x.shape[-1]), dtype)
-            return jnp.einsum("...i,oi->...o", x, kernel.astype(x.dtype))
-
-        gate = project("gate", x, self.size, (names.mlp, names.embed))
-        up = project("up", x, self.size, (names.mlp, names.embed))
-        return project("down", nn.silu(gate) * up, x.shape[-1], (names.embed, names.mlp))
-
-
-def _sequence_metadata(x, meta, positions, segment_ids) -> SequenceMetadata:
-    if meta is not None:
-        raise ValueError(f"meta: expected none without a cache, got {type(meta).__name__}")
-    if x.ndim < 2:
-        raise ValueError(f"x: expected [batch, tokens, ...], got shape {x.shape}")
-    return SequenceMetadata.build(x.shape[0], x.shape[1], positions, segment_ids)
+def _given(first: Any, *others: Any) -> Any:
+    """`first` alone, or a tuple of it and those of the others that are not None."""
+    given = [other for other in others if other is not None]
+    return (first, *given) if given else first

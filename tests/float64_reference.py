@@ -23,6 +23,8 @@ def rotate(x: np.ndarray, positions: np.ndarray, config: AttentionConfig, sign: 
     else:
         first, second = slice(start, start + size // 2), slice(start + size // 2, None)
     frequencies = np.longdouble(config.rope_theta) ** -(np.arange(0, size, 2) / np.longdouble(size))
+    if config.rope_scaling is not None:
+        frequencies = _yarn(frequencies, config)
     angles = positions.astype(np.longdouble)[:, None] * frequencies
     turn = np.exp(sign * 1j * angles.astype(np.float64))
     turned = (x[..., first] + 1j * x[..., second]) * np.expand_dims(
@@ -31,6 +33,21 @@ def rotate(x: np.ndarray, positions: np.ndarray, config: AttentionConfig, sign: 
     out = x.copy()
     out[..., first], out[..., second] = turned.real, turned.imag
     return out
+
+
+def _yarn(plain: np.ndarray, config: AttentionConfig) -> np.ndarray:
+    """Peng et al., 2023: frequencies divided where a pair turns seldom in the original context."""
+    yarn = config.rope_scaling
+    assert yarn is not None
+
+    def pair(turns: float) -> float:
+        ratio = yarn.original_max_positions / (2 * np.pi * turns)
+        return len(plain) * np.log(ratio) / np.log(config.rope_theta)
+
+    first = max(np.floor(pair(yarn.beta_fast)), 0)
+    last = min(np.ceil(pair(yarn.beta_slow)), 2 * len(plain) - 1)
+    divided = np.clip((np.arange(len(plain)) - first) / max(last - first, 1e-3), 0, 1)
+    return plain * (1 - divided) + plain / yarn.factor * divided
 
 
 def shared_rows(
@@ -48,6 +65,7 @@ def attention_layer(
     config: AttentionConfig,
     positions: np.ndarray | None = None,
     rows: np.ndarray | None = None,
+    extra: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> np.ndarray:
     """One sequence through the layer.
 
@@ -57,6 +75,7 @@ def attention_layer(
       config: its configuration; row format, dtypes and Hadamard transform play no part.
       positions: [T]; 0 to T - 1 by default.
       rows: [T, D], the rows to attend to; by default those that x gives, unrounded.
+      extra: more rows [M, D], and [T, K], which of them each query sees; -1 for none.
 
     Returns:
       [T, hidden].
@@ -75,13 +94,18 @@ def attention_layer(
         rows = shared_rows(params, x, config, positions)
     distance = positions[:, None] - positions[None, :]
     visible = (distance >= 0) & (distance < config.window)
-    scores = np.einsum("thd,sd->hts", query, rows) * width**-0.5
+    seen = np.broadcast_to(rows, (tokens, *rows.shape))
+    if extra is not None:
+        more, indices = extra
+        seen = np.concatenate([seen, more[np.maximum(indices, 0)]], axis=1)
+        visible = np.concatenate([visible, indices >= 0], axis=1)
+    scores = np.einsum("thd,tsd->hts", query, seen) * width**-0.5
     scores = np.where(visible, scores, -np.inf)
     sink = weights["sinks"][:, None, None]
     peak = np.maximum(scores.max(-1, keepdims=True), sink)
     mass = np.exp(scores - peak)
     share = mass / (mass.sum(-1, keepdims=True) + np.exp(sink - peak))
-    out = rotate(np.einsum("hts,sd->thd", share, rows), positions, config, -1)
+    out = rotate(np.einsum("hts,tsd->thd", share, seen), positions, config, -1)
     groups = out.reshape(tokens, config.o_groups, -1)
     o_a = weights["o_a"].reshape(config.o_groups, config.o_lora_rank, -1)
     return np.einsum("tgd,grd->tgr", groups, o_a).reshape(tokens, -1) @ weights["o_b"].T

@@ -31,12 +31,15 @@ LAYERS = {
         {"fused_store", "indexed_attention"},
     ],
     "swa_jax": [
-        {"ring"},
+        {"ring", "rotary"},
         {"cache", "config", "metadata", "sizing"},
-        {"band", "heads"},
+        {"band"},
+        {"heads"},
         {"chunk"},
         {"attention"},
         {"checkpoint"},
+        {"mlp"},
+        {"attention_module"},
         {"modules"},
         {"decoding"},
         {"__main__"},
@@ -146,7 +149,7 @@ def test_pallas_kernels_is_a_leaf(module):
 
 @pytest.mark.parametrize("module", _modules())
 def test_only_the_flax_modules_and_what_is_above_them_import_flax(module):
-    if "swa_jax.modules" not in {module} | _reachable(module):
+    if "swa_jax.mlp" not in {module} | _reachable(module):
         assert not _from_library(_imports(module), "flax")
 
 
