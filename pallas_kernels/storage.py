@@ -47,13 +47,15 @@ class KVRows:
           fmt: the rows' format.
 
         Raises:
-          ValueError: a size below 1, an unfit format, or more rows than an int32 index names.
+          ValueError: a size below 1, an unfit format, more rows than an int32 index names, or
+            slots above 2 GiB.
         """
         check_format(fmt)
         _check_count("slots", slots)
         _check_count("rows_per_slot", rows_per_slot)
-        _check_num_rows("rows", slots * rows_per_slot)  # before they are allocated
-        data = jnp.zeros((slots, region_bytes(rows_per_slot, fmt)), jnp.uint8)
+        slot_bytes = region_bytes(rows_per_slot, fmt)
+        _check_size("rows", slots * rows_per_slot, slot_bytes)  # before they are allocated
+        data = jnp.zeros((slots, slot_bytes), jnp.uint8)
         return cls.view(data, start=0, rows_per_slot=rows_per_slot, fmt=fmt)
 
     @classmethod
@@ -75,7 +77,8 @@ class KVRows:
           fmt: the rows' format.
 
         Raises:
-          ValueError: the region does not fit, or more rows than an int32 index names.
+          ValueError: the region does not fit, more rows than an int32 index names, or slots above
+            2 GiB.
         """
         dtype = getattr(block, "dtype", type(block).__name__)
         if dtype != jnp.uint8 or block.ndim != 2:
@@ -130,7 +133,7 @@ def check_rows(rows: KVRows, name: str = "rows") -> None:
             f"{name}: expected slots of at least {rows.rows_per_slot * rows.fmt.row_bytes} bytes "
             f"for {rows.rows_per_slot} rows of format {rows.fmt.name}, got {rows.data.shape[1]}"
         )
-    _check_num_rows(name, rows.num_rows)
+    _check_size(name, rows.num_rows, rows.data.shape[1])
 
 
 def _check_count(name: str, value: object) -> None:
@@ -138,11 +141,16 @@ def _check_count(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
 
 
-def _check_num_rows(name: str, num_rows: int) -> None:
+def _check_size(name: str, num_rows: int, slot_bytes: int) -> None:
     if num_rows > checks.INT32_MAX:
         raise ValueError(
             f"{name}: expected at most {checks.INT32_MAX} rows, the limit of an int32 index, got "
             f"{num_rows}"
+        )
+    if slot_bytes > checks.INT32_MAX:
+        raise ValueError(
+            f"{name}: expected slots of at most {checks.INT32_MAX} bytes, the limit of an int32 "
+            f"offset, got {slot_bytes}"
         )
 
 

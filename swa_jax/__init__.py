@@ -6,6 +6,7 @@ from pallas_kernels import V4 as V4
 from pallas_kernels import V32 as V32
 from pallas_kernels import V41 as V41
 from pallas_kernels import V41_FP4 as V41_FP4
+from pallas_kernels import ExtraKV as ExtraKV
 from pallas_kernels import KVCacheFormat as KVCacheFormat
 from swa_jax import checkpoint as checkpoint
 from swa_jax import presets as presets
@@ -13,15 +14,20 @@ from swa_jax.attention_module import SlidingWindowAttention as SlidingWindowAtte
 from swa_jax.cache import RingCache as RingCache
 from swa_jax.config import AttentionConfig as AttentionConfig
 from swa_jax.config import DecoderConfig as DecoderConfig
+from swa_jax.conversion import convert_rows as convert_rows
 from swa_jax.generation import generate as generate
 from swa_jax.generation import stream as stream
 from swa_jax.hf_config import read_attention as read_attention
 from swa_jax.hf_config import read_config as read_config
+from swa_jax.layouts import PagedRows as PagedRows
 from swa_jax.metadata import DecodeMetadata as DecodeMetadata
 from swa_jax.metadata import PrefillMetadata as PrefillMetadata
 from swa_jax.metadata import SequenceMetadata as SequenceMetadata
 from swa_jax.modules import Decoder as Decoder
 from swa_jax.modules import DecoderLayer as DecoderLayer
+from swa_jax.paging import PageAddresses as PageAddresses
+from swa_jax.paging import pages_from_rings as pages_from_rings
+from swa_jax.paging import rings_from_pages as rings_from_pages
 from swa_jax.recompute import compare_with_recompute as compare_with_recompute
 from swa_jax.ring import RingGeometry as RingGeometry
 from swa_jax.rotary import YarnScaling as YarnScaling
@@ -34,8 +40,11 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "DecoderLayer",
+    "ExtraKV",
     "F32",
     "KVCacheFormat",
+    "PageAddresses",
+    "PagedRows",
     "PrefillMetadata",
     "RingCache",
     "RingGeometry",
@@ -49,9 +58,12 @@ __all__ = [
     "YarnScaling",
     "checkpoint",
     "compare_with_recompute",
+    "convert_rows",
     "generate",
+    "pages_from_rings",
     "presets",
     "read_attention",
     "read_config",
+    "rings_from_pages",
     "stream",
 ]

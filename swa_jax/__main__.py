@@ -17,6 +17,7 @@ from pallas_kernels.formats import FORMATS, V41
 from pallas_kernels.fused_store import fused_store
 from pallas_kernels.indexed_attention import indexed_attention
 from pallas_kernels.storage import KVRows
+from swa_jax.presets import PRESETS
 from swa_jax.ring import RingGeometry, overwritten_visible_rows, store_hazards
 from swa_jax.sizing import format_bytes, ring_cache_bytes, separate_kv_bytes
 
@@ -53,7 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def size(arguments: argparse.Namespace) -> int:
     """Prints the bytes of a cache, beside separate keys and values."""
-    fmt = FORMATS[arguments.format]
+    fmt = V41
+    if arguments.preset is not None:
+        preset = PRESETS[arguments.preset]()
+        fmt, arguments.layers = preset.fmt, preset.num_layers
+    if arguments.format is not None:
+        fmt = FORMATS[arguments.format]
     if arguments.head_dim is not None:
         fmt = fmt.with_width(arguments.head_dim)
     geometry = RingGeometry.for_drafts(arguments.window, draft_tokens=arguments.draft_tokens)
@@ -306,14 +312,18 @@ def _parser() -> argparse.ArgumentParser:
         description="Bytes of a ring cache per layer, request and in total, beside separate keys "
         f"and values of {SEPARATE_HEADS} heads of {SEPARATE_WIDTH} in bfloat16.",
     )
-    command.add_argument("--layers", type=_number(1), default=32, help="layers (default: 32)")
+    model = command.add_mutually_exclusive_group()
+    model.add_argument(
+        "--preset", choices=PRESETS, help="layers and row format of this model's window caches"
+    )
+    model.add_argument("--layers", type=_number(1), default=32, help="layers (default: 32)")
     command.add_argument(
         "--slots", type=_number(1), default=1, help="state slots, one a request (default: 1)"
     )
     command.add_argument("--window", **window)
     command.add_argument("--draft-tokens", default=DRAFT_TOKENS, **draft_tokens)
     command.add_argument(
-        "--format", choices=FORMATS, default="V41", help="row format (default: V41)"
+        "--format", choices=FORMATS, help="row format (default: the preset's, else V41)"
     )
     command.add_argument(
         "--head-dim", type=_number(1), help="values in a row (default: the format's own)"

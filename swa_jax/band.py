@@ -96,9 +96,9 @@ def _blocks(query, own, rows, segments, nan, size, window, sink, scale, compute_
     counts = jnp.repeat(visible, heads, axis=2)
     out, lse = attend(query, [(spread(rows), counts)], jnp.tile(sink, size), scale, compute_dtype)
     sees_nan = jnp.any(visible & nan, axis=1).reshape(batch, length, 1)
-    lse = jnp.where(sees_nan, jnp.float32(jnp.nan), lse.reshape(batch, length, heads))
     out = out.reshape(batch, length, heads, width)
-    return jnp.where(sees_nan[..., None], jnp.float32(jnp.nan), out), lse
+    out = jnp.where(sees_nan[..., None], jnp.float32(jnp.nan), out)
+    return out, lse.reshape(batch, length, heads)
 
 
 def _block_size(window: int) -> int:

@@ -9,7 +9,7 @@ from jaxtyping import Array, ArrayLike, Int, Int32, UInt8
 from pallas_kernels import V41, KVCacheFormat, KVRows, checks, load_rows, store_rows
 from pallas_kernels.formats import check_cache_format
 from pallas_kernels.serialization import register_serialization
-from pallas_kernels.storage import region_bytes
+from pallas_kernels.storage import check_rows, region_bytes
 from swa_jax.exported import ExportedSlot
 from swa_jax.ring import RingGeometry
 
@@ -111,6 +111,7 @@ class RingCache:
           ValueError: the rows are not of this cache's shape, format or geometry.
         """
         block, _ = self._place(i)
+        check_rows(rows)
         if (
             rows.data.shape != self.blocks[block].shape
             or rows.fmt != self.fmt

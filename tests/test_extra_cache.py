@@ -309,7 +309,7 @@ def test_a_hook_makes_a_compressed_cache_and_later_layers_share_it():
         chosen = jnp.where(hidden[..., :1] > 0, indices, -1)
         chosen = jnp.where(meta.positions[..., None] > 1, chosen, -1)
         made = extra_of(rows, chosen)
-        return made, {"selected": made, "given": cross_layer}
+        return made, {"selected": made, "given": cross_layer, "hidden": hidden}
 
     def reuse(hidden, meta, extra, cross_layer):
         return cross_layer["selected"], cross_layer
@@ -318,6 +318,10 @@ def test_a_hook_makes_a_compressed_cache_and_later_layers_share_it():
     hidden, left = quick_jit(model.apply)(params, TOKEN_IDS, cross_layer=jnp.float32(3))
     assert [call[:2] for call in calls] == [((BATCH, TOKENS, 32), None)]
     assert left["given"] == 3
+    weight = params["params"]["layers_1"]["attention_norm"]["weight"]
+    normalised = np.asarray(left["hidden"]) / np.asarray(weight)  # the hook gets them so
+    size = np.mean(normalised**2, axis=-1)
+    np.testing.assert_allclose(size, 1, rtol=1e-4)
     extras = [None, left["selected"], left["selected"]]
     assert 0 < np.sum(np.asarray(extras[1].indices) >= 0) < np.sum(indices >= 0)
     want = quick_jit(swa.Decoder(config).apply)(params, TOKEN_IDS, extra=extras)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 import swa_jax as swa
+from swa_jax.__main__ import main
 from swa_jax.hf_config import write_config
 
 YARN = swa.YarnScaling(16.0, 65536, 32.0, 1.0)
@@ -184,3 +185,13 @@ def test_one_value_is_replaced_in_every_layer():
     assert {layer.dtype for layer in config.layers} == {"float32"}
     assert config.layers[0].extra_fmt is None
     assert swa.presets.v4_pro().replace_attention(window=64).layers[60].window == 64
+
+
+def test_size_takes_layers_and_rows_from_a_preset(capsys):
+    assert main(["size", "--preset", "v41-flash", "--slots", "2", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["layers"], figures["row_bytes"]) == (40, 528)
+    assert figures["ring"]["total_bytes"] == 2 * 40 * 134 * 528
+    assert main(["size", "--preset", "v41-flash", "--format", "V4", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["layers"], figures["row_bytes"]) == (40, 584)
