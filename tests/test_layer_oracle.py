@@ -10,12 +10,18 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from small_models import attention_config, decoder_config, decoder_params, largest_error
+from small_models import (
+    attention_config,
+    decoder_config,
+    decoder_params,
+    largest_error,
+    quick_jit,
+)
 
 import swa_jax as swa
-from swa_jax import checkpoint
+from pallas_kernels import transforms
+from swa_jax import checkpoint, rotary
 
-TOLERANCE = 2e-6  # of the largest value
 TOKENS = 40
 ORIGINAL_NAMES = {
     "q_a_proj.weight": "wq_a.weight",
@@ -29,20 +35,37 @@ ORIGINAL_NAMES = {
 }
 
 
-@pytest.fixture(scope="module")
-def recorded():
-    with np.load(Path(__file__).parent / "data" / "window_layer.npz") as file:
+@dataclasses.dataclass
+class Recorded:
+    """A layer, what went into it and what came out."""
+
+    config: swa.AttentionConfig
+    x: np.ndarray  # [2, TOKENS, hidden]
+    outputs: list[np.ndarray]
+    tolerance: float  # of the largest value
+    starts: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2, np.int32))
+
+    @property
+    def params(self):
+        return checkpoint.attention_params(layer_tensors(), self.config)
+
+    def check(self, y, first=0):
+        for output in self.outputs:
+            assert largest_error(y, output[:, first:]) <= self.tolerance
+
+
+@functools.cache
+def data(name):
+    with np.load(Path(__file__).parent / "data" / name) as file:
         return dict(file)
 
 
-@pytest.fixture(scope="module")
-def tensors(recorded):
-    return {name[2:]: value for name, value in recorded.items() if name.startswith("p_")}
+def layer_tensors():
+    """The weights under their names in transformers."""
+    return {name[2:]: value for name, value in data("window_layer.npz").items() if name[:2] == "p_"}
 
 
-@pytest.fixture(scope="module")
-def config(recorded):
-    fields = json.loads(str(recorded["cfg"]))
+def layer_config(fields, **others):
     return swa.AttentionConfig(
         hidden_size=fields["hidden_size"],
         num_heads=fields["num_attention_heads"],
@@ -56,52 +79,75 @@ def config(recorded):
         norm_eps=fields["rms_norm_eps"],
         query_norm=True,  # V4 normalises each query head
         fmt=swa.F32.with_width(fields["head_dim"]),  # transformers does not round rows
+        **others,
     )
 
 
-@pytest.fixture(scope="module")
-def step(config, tensors):
+@functools.cache
+def recorded(case):
+    layer, variants = data("window_layer.npz"), data("layer_variants.npz")
+    fields, x = json.loads(str(layer["cfg"])), layer["x"]
+    if case == "float32":
+        return Recorded(layer_config(fields), x, [layer["y"], layer["y64"]], 2e-6)
+    if case == "bfloat16":
+        config = layer_config(fields, dtype="bfloat16", param_dtype="bfloat16")
+        y = variants["y_bfloat16"].view(ml_dtypes.bfloat16)
+        return Recorded(config, x, [y, variants["y64_bfloat16"]], 5e-3)
+    fields = json.loads(str(variants["cfg_yarn"]))
+    config = layer_config(fields, rope_scaling=yarn_scaling(fields))
+    if case == "YaRN":
+        return Recorded(config, x, [variants["y_yarn"], variants["y64_yarn"]], 2e-6)
+    x = np.broadcast_to(x[:1], x.shape)  # one sequence from two positions on
+    return Recorded(config, x, [variants["y64_far"]], 2e-6, variants["far_starts"])
+
+
+def yarn_scaling(fields):
+    yarn = fields["rope_scaling"]
+    return swa.YarnScaling(
+        factor=yarn["factor"],
+        original_max_positions=yarn["original_max_position_embeddings"],
+        beta_fast=yarn["beta_fast"],
+        beta_slow=yarn["beta_slow"],
+    )
+
+
+@functools.cache
+def step_of(config):
     """The layer in one call of a fixed width: prefill or decode, padded as needed."""
-    params = checkpoint.attention_params(tensors, config)
     layer = swa.SlidingWindowAttention(config)
+    params = checkpoint.attention_params(layer_tensors(), config)
     state_ids = np.array([2, 0], np.int32)
 
-    @functools.partial(jax.jit, static_argnames=("kind", "width"), donate_argnames="cache")
-    def call(cache, x, start, length, kind, width):
+    @functools.partial(quick_jit, static_argnames=("kind", "width"), donate_argnames="cache")
+    def call(cache, x, starts, length, kind, width):
         if kind == "prefill":
-            starts, lengths = (np.ones(2, np.int32) * value for value in (start, length))
+            lengths = jnp.broadcast_to(length, (2,))
             meta = swa.PrefillMetadata.build(
                 config.geometry, state_ids, starts, lengths, max_tokens=width
             )
         else:
-            token = np.arange(width, dtype=np.int32)
-            positions = jnp.where(token < length, start + token, -1)
-            positions = jnp.broadcast_to(positions, (2, width))
+            token = np.arange(width, dtype=np.int32)[None, :]
+            positions = jnp.where(token < length, starts[:, None] + token, -1)
             meta = swa.DecodeMetadata.build(config.geometry, state_ids, positions)
         y, rows = layer.apply(params, x, cache.layer(0), meta)
         return y, cache.with_layer(0, rows)
 
-    def padded(cache, x, start, length, kind, width):
-        chunk = np.full((2, width, config.hidden_size), np.nan, np.float32)
-        chunk[:, :length] = x[:, start : start + length]
-        y, cache = call(cache, chunk, np.int32(start), np.int32(length), kind, width)
-        return np.asarray(y)[:, :length], cache
-
-    return padded
+    return call
 
 
-def assert_recorded(y, recorded):
-    assert largest_error(y, recorded["y64"]) <= TOLERANCE
-    assert largest_error(y, recorded["y"]) <= TOLERANCE
+by_case = pytest.mark.parametrize("case", ["float32", "bfloat16", "YaRN", "YaRN, far"])
 
 
-def test_a_whole_sequence_is_the_recorded_one(config, tensors, recorded):
-    params = checkpoint.attention_params(tensors, config)
-    y = jax.jit(swa.SlidingWindowAttention(config).apply)(params, recorded["x"])
-    assert_recorded(y, recorded)
+@by_case
+def test_a_whole_sequence_is_the_recorded_one(case):
+    case = recorded(case)
+    positions = case.starts[:, None] + np.arange(TOKENS, dtype=np.int32)
+    layer = swa.SlidingWindowAttention(case.config)
+    case.check(quick_jit(layer.apply)(case.params, case.x, positions=positions))
 
 
 # Kind, width of the call, tokens of each call. The ring has 14 rows, and a step at most 7 tokens.
+@by_case
 @pytest.mark.parametrize(
     "calls",
     [
@@ -118,18 +164,57 @@ def test_a_whole_sequence_is_the_recorded_one(config, tensors, recorded):
     ids=["one chunk", "equal chunks", "unequal chunks", "chunks of one", "steps", "verify",
          "unequal verify", "all kinds"],
 )  # fmt: skip
-def test_every_way_of_feeding_the_sequence_is_the_recorded_one(step, config, recorded, calls):
-    cache = swa.RingCache.create(3, 1, config.geometry, config.fmt)
+def test_every_way_of_feeding_the_sequence_is_the_recorded_one(case, calls):
+    case = recorded(case)
+    cache = swa.RingCache.create(3, 1, case.config.geometry, case.config.fmt)
     outputs, start = [], 0
     for kind, width, length in calls:
-        y, cache = step(cache, recorded["x"], start, length, kind, width)
-        outputs.append(y)
+        chunk = np.full((2, width, case.config.hidden_size), np.nan, np.float32)
+        chunk[:, :length] = case.x[:, start : start + length]
+        y, cache = step_of(case.config)(
+            cache, chunk, case.starts + start, np.int32(length), kind, width
+        )
+        outputs.append(np.asarray(y)[:, :length])
         start += length
     assert start == TOKENS
-    assert_recorded(np.concatenate(outputs, axis=1), recorded)
+    # Far from 0 the ring is empty before the first position: queries that reach back see zeros.
+    first = case.config.window - 1 if case.starts.any() else 0
+    case.check(np.concatenate(outputs, axis=1)[:, first:], first)
+
+
+# --- YaRN
+
+
+@pytest.mark.parametrize("rope_dim", [16, 64])
+@pytest.mark.parametrize(
+    ("rope", "theta", "scaling"),
+    [("plain", 10000.0, None), ("yarn", 160000.0, swa.YarnScaling())],
+    ids=["plain", "YaRN"],
+)
+def test_frequencies_are_those_recorded(rope, theta, scaling, rope_dim):
+    want = data("layer_variants.npz")[f"frequencies_{rope}_{rope_dim}"]
+    np.testing.assert_allclose(rotary.frequencies(rope_dim, theta, scaling), want, rtol=2e-7)
+
+
+def test_angles_are_those_recorded_at_near_and_far_positions():
+    variants = data("layer_variants.npz")
+    turns = rotary.rotary_turns(64, 160000.0, swa.YarnScaling())
+    angles = transforms.rope_cos_sin(jnp.asarray(variants["angle_positions"]), turns)
+    np.testing.assert_allclose(angles[0], variants["cos_yarn_64"], rtol=0, atol=2e-7)
+    np.testing.assert_allclose(angles[1], variants["sin_yarn_64"], rtol=0, atol=2e-7)
 
 
 # --- weights under their public names
+
+
+@pytest.fixture
+def tensors():
+    return layer_tensors()
+
+
+@pytest.fixture
+def config():
+    return recorded("float32").config
 
 
 def test_both_naming_conventions_give_the_same_parameters(config, tensors):

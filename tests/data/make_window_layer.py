@@ -10,6 +10,7 @@ token by token.
 """
 
 import argparse
+import functools
 import json
 from pathlib import Path
 
@@ -37,7 +38,7 @@ FIELDS = (
 )
 
 
-def make_config() -> DeepseekV4Config:
+def make_config(rotated: int = 8, **fields) -> DeepseekV4Config:
     config = DeepseekV4Config(
         num_hidden_layers=1,
         layer_types=["sliding_attention"],
@@ -53,7 +54,8 @@ def make_config() -> DeepseekV4Config:
         o_groups=2,
         o_lora_rank=8,
         sliding_window=8,
-        partial_rotary_factor=8 / 32,
+        partial_rotary_factor=rotated / 32,
+        **fields,
     )
     config._attn_implementation = "eager"  # the other implementations leave out the sinks
     return config
@@ -74,32 +76,42 @@ def make_layer(config: DeepseekV4Config) -> DeepseekV4Attention:
 
 
 @torch.no_grad()
-def run(config, layer, x: torch.Tensor, chunks: list[int]) -> torch.Tensor:
-    """The layer's output for x [B, T, hidden], fed in chunks through its own cache."""
+def run(config, layer, x: torch.Tensor, chunks: list[int], angles=None, first=0) -> torch.Tensor:
+    """The layer's output for x [B, T, hidden], fed in chunks through its own cache.
+
+    `angles` gives the cosines and sines of positions [B, T], by default those of layers that read
+    their window only; `first` is the position of the first token.
+    """
     rotary = DeepseekV4RotaryEmbedding(config)
+    if angles is None:
+        angles = functools.partial(rotary, x, layer_type="main")
     cache, outputs, start = DynamicCache(config=config), [], 0
     for size in chunks:
         queries = torch.arange(start, start + size)
         keys = torch.arange(max(start - config.sliding_window + 1, 0), start + size)
         distance = queries[:, None] - keys[None, :]
         hidden = (distance < 0) | (distance >= config.sliding_window)
-        mask = torch.zeros(distance.shape).masked_fill(hidden, float("-inf"))[None, None]
-        positions = queries[None].expand(len(x), -1)
-        angles = rotary(x, position_ids=positions, layer_type="main")
-        chunk = x[:, start : start + size]
-        outputs.append(layer(chunk, {"main": angles}, positions, mask, cache=cache)[0])
+        mask = torch.zeros(distance.shape, dtype=x.dtype)
+        mask = mask.masked_fill(hidden, float("-inf"))[None, None]
+        positions = first + queries[None].expand(len(x), -1)
+        chunk, turns = x[:, start : start + size], {"main": angles(positions)}
+        outputs.append(layer(chunk, turns, positions, mask, cache=cache)[0])
         start += size
     return torch.cat(outputs, dim=1)
 
 
-def run_in_float64(config, layer, x: torch.Tensor) -> np.ndarray:
-    """The same from the maths: no cache, and complex numbers for the rotations."""
+def run_in_float64(config, layer, x: torch.Tensor, frequencies=None, first=0) -> np.ndarray:
+    """The same from the maths: no cache, and complex numbers for the rotations.
+
+    The rotary frequencies are powers of `rope_theta` unless given.
+    """
     weights = {name: value.detach().double().numpy() for name, value in layer.named_parameters()}
     x = x.double().numpy()
     batch, tokens, _ = x.shape
     heads, width, rotated = config.num_attention_heads, config.head_dim, config.qk_rope_head_dim
-    frequencies = config.rope_theta ** (-np.arange(0, rotated, 2) / rotated)
-    turns = np.exp(1j * np.arange(tokens)[:, None] * frequencies)
+    if frequencies is None:
+        frequencies = config.rope_theta ** (-np.arange(0, rotated, 2) / rotated)
+    turns = np.exp(1j * (first + np.arange(tokens))[:, None] * frequencies)
 
     def norm(values):
         return values / np.sqrt(np.mean(values**2, -1, keepdims=True) + config.rms_norm_eps)
