@@ -1,4 +1,4 @@
-"""Weights in and out: safetensors files, and attention weights under their public names."""
+"""Weights in and out: checkpoints under public names, and parameter trees in one file."""
 
 import os
 from collections.abc import Mapping
@@ -10,30 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from swa_jax.attention import parameter_shapes
-from swa_jax.config import AttentionConfig
+from swa_jax.config import AttentionConfig, DecoderConfig
 from swa_jax.files import read_safetensors, write_safetensors
+from swa_jax.head_shards import shard_config as shard_config
+from swa_jax.tensor_files import open_tensors as open_tensors
+from swa_jax.weight_loading import load_leaves
+from swa_jax.weight_names import attention_leaves, decoder_leaves, find_names
+from swa_jax.weight_saving import save_decoder as save_decoder
 
-# Parameter: tensors that make it up, stacked along the first axis, by each convention.
-_HUGGING_FACE = {
-    "q_a_kv": ("q_a_proj.weight", "kv_proj.weight"),
-    "q_a_norm": ("q_a_norm.weight",),
-    "q_b": ("q_b_proj.weight",),
-    "kv_norm": ("kv_norm.weight",),
-    "sinks": ("sinks",),
-    "o_a": ("o_a_proj.weight",),
-    "o_b": ("o_b_proj.weight",),
-}
-_ORIGINAL = {
-    "q_a_kv": ("wq_a.weight", "wkv.weight"),
-    "q_a_norm": ("q_norm.weight",),
-    "q_b": ("wq_b.weight",),
-    "kv_norm": ("kv_norm.weight",),
-    "sinks": ("attn_sink",),
-    "o_a": ("wo_a.weight",),
-    "o_b": ("wo_b.weight",),
-}
-_FLOAT32 = ("q_a_norm", "kv_norm", "sinks")
+_COMPRESSION = ("compressor.", "indexer.")
 
 
 def attention_params(
@@ -45,7 +30,8 @@ def attention_params(
       tensors: floating arrays [out, in] by name, with Hugging Face's names (q_a_proj.weight,
         q_a_norm.weight, q_b_proj.weight, kv_proj.weight, kv_norm.weight, sinks, o_a_proj.weight,
         o_b_proj.weight) or the original ones (wq_a.weight, q_norm.weight, wq_b.weight,
-        wkv.weight, kv_norm.weight, attn_sink, wo_a.weight, wo_b.weight).
+        wkv.weight, kv_norm.weight, attn_sink, wo_a.weight, wo_b.weight). Matrices may be
+        block-scaled, see `load_attention`.
       config: the layer's configuration.
 
     Returns:
@@ -54,33 +40,104 @@ def attention_params(
     Raises:
       ValueError: missing, unexpected or misshapen tensors; one error lists them all.
     """
-    original = "attn_sink" in tensors or "wq_a.weight" in tensors
-    names = _ORIGINAL if original else _HUGGING_FACE
-    expected = {name for parts in names.values() for name in parts}
-    faults = [f"missing {name}" for name in sorted(expected - set(tensors))]
-    faults += [f"unexpected {name}" for name in sorted(set(tensors) - expected)]
-    shapes = parameter_shapes(config)
-    wanted = {parts[0]: shapes[name] for name, parts in names.items()}
-    rank = config.q_lora_rank
-    query, latent = names["q_a_kv"]
-    wanted[query], wanted[latent] = (
-        (rank, config.hidden_size),
-        (config.head_dim, config.hidden_size),
+    names = find_names(tensors)
+    leaves = attention_leaves(config, names)
+    return {"params": load_leaves("tensors", tensors, leaves, names, tensors)}
+
+
+def load_attention(
+    path_or_tensors: str | os.PathLike[str] | Mapping[str, Any],
+    config: AttentionConfig,
+    layer: int,
+    *,
+    shard: tuple[int, int] = (0, 1),
+    progress: bool = False,
+) -> dict[str, dict[str, Array]]:
+    """One attention layer's parameters out of a whole model's checkpoint.
+
+    Names are Hugging Face's (model.layers.0.self_attn.q_a_proj.weight; "model." may be absent) or
+    the original ones (layers.0.attn.wq_a.weight). Other layers, and what is not attention, are not
+    looked at. The layer's tensors under "compressor." and "indexer." are left out: what they make
+    comes to this library's layer as `extra`.
+
+    Matrices are floating, or e4m3 with scales for blocks of 128 x 128 or 32 x 32 beside them
+    (q_a_proj.weight_scale_inv or wq_a.scale, [ceil(out / b), ceil(in / b)]; ue8m0, its biased
+    exponents in uint8, or float32). They are multiplied in float32 and rounded once, to
+    config.param_dtype; NaN stays. Norm weights and sinks become float32.
+
+    Args:
+      path_or_tensors: a file or directory as `open_tensors` takes it; or arrays by name.
+      config: the whole layer's configuration.
+      layer: the layer's number.
+      shard: (index, count), for tensor parallelism: only the heads of this one of `count` shards
+        are read. The shards' outputs add up to the layer's.
+      progress: show a bar on standard error.
+
+    Returns:
+      {"params": ...} for a layer with `shard_config(config, count)`.
+
+    Raises:
+      ValueError: missing, unexpected or misshapen tensors, one error lists them; a layer that
+        cannot be cut so; or as `open_tensors`.
+      OSError: as `open_tensors`.
+    """
+    source, tensors = _opened(path_or_tensors)
+    names = find_names(tensors)
+    prefix = names.attention_prefix(layer)
+    leaves = attention_leaves(config, names, prefix, shard)
+    left_out = tuple(prefix + part for part in _COMPRESSION)
+    present = [
+        name for name in tensors if name.startswith(prefix) and not name.startswith(left_out)
+    ]
+    return {"params": load_leaves(source, tensors, leaves, names, present, progress)}
+
+
+def load_decoder(
+    path_or_tensors: str | os.PathLike[str] | Mapping[str, Any],
+    config: DecoderConfig,
+    *,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """A decoder's parameters out of its checkpoint.
+
+    Names and dtypes are those of `load_attention`; of each layer also the norms before attention
+    and SwiGLU and the SwiGLU's matrices, and embedding, last norm and head. Every tensor must have
+    its place, but for "compressor." and "indexer." of layers whose extra_fmt is given. One tensor
+    at a time is read, and no page of a file stays in memory.
+
+    The configuration is not read here: `hf_config.read_config` reads the config.json beside it.
+
+    Args:
+      path_or_tensors: a file or directory as `open_tensors` takes it; or arrays by name.
+      config: the decoder's configuration.
+      progress: show a bar on standard error.
+
+    Returns:
+      {"params": ...} for `Decoder(config).apply`, stacked if config.scan_layers.
+
+    Raises:
+      ValueError: missing, unexpected or misshapen tensors, one error lists them; or as
+        `open_tensors`.
+      OSError: as `open_tensors`.
+    """
+    source, tensors = _opened(path_or_tensors)
+    names = find_names(tensors)
+    leaves = decoder_leaves(config, names)
+    left_out = tuple(
+        names.attention_prefix(i) + part
+        for i, layer in enumerate(config.layers)
+        if layer.extra_fmt is not None
+        for part in _COMPRESSION
     )
-    for name in sorted(expected & set(tensors)):
-        shape, dtype = jnp.shape(tensors[name]), jnp.result_type(tensors[name])
-        if shape != wanted[name]:
-            faults.append(f"{name}: expected shape {wanted[name]}, got {shape}")
-        if not jnp.issubdtype(dtype, jnp.floating):
-            faults.append(f"{name}: expected a floating dtype, got {dtype}")
-    if faults:
-        raise ValueError("tensors: " + "; ".join(faults))
-    params = {}
-    for name, parts in names.items():
-        dtype = jnp.float32 if name in _FLOAT32 else jnp.dtype(config.param_dtype)
-        arrays = [jnp.asarray(tensors[part]).astype(dtype) for part in parts]
-        params[name] = jnp.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-    return {"params": params}
+    present = [name for name in tensors if not name.startswith(left_out)]
+    return {"params": load_leaves(source, tensors, leaves, names, present, progress)}
+
+
+def _opened(path_or_tensors) -> tuple[str, Mapping[str, Any]]:
+    """What messages call the tensors, and the tensors."""
+    if isinstance(path_or_tensors, Mapping):
+        return "tensors", path_or_tensors
+    return os.fspath(path_or_tensors), open_tensors(path_or_tensors)
 
 
 def save_params(

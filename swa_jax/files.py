@@ -2,29 +2,34 @@
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.numpy
 
-_DTYPES = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U64": np.uint64,
-    "U32": np.uint32,
-    "U16": np.uint16,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
+DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "F64": np.float64,
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        "I64": np.int64,
+        "I32": np.int32,
+        "I16": np.int16,
+        "I8": np.int8,
+        "U64": np.uint64,
+        "U32": np.uint32,
+        "U16": np.uint16,
+        "U8": np.uint8,
+        "BOOL": np.bool_,
+    }.items()
 }
+"""NumPy's dtypes by their names in safetensors. A file may hold others, such as F4."""
 
 
 def read_safetensors(
@@ -40,20 +45,17 @@ def read_safetensors(
       Arrays by name, bfloat16 and eight-bit floats included, and the texts of the header.
 
     Raises:
-      ValueError: the bytes are not a whole safetensors file, or hold an unknown dtype.
+      ValueError: the bytes are not a whole safetensors file, or hold an unknown dtype or a name
+        twice.
     """
     try:
         entries = safetensors.deserialize(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        header = _parse_header(data)
     except (safetensors.SafetensorError, ValueError) as error:
-        raise ValueError(f"{name}: expected a whole safetensors file, got {error}") from None
+        raise not_safetensors(name, error) from None
     tensors = {}
     for key, entry in entries:
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(
-                f"{name}: expected tensors of {', '.join(_DTYPES)}, got {entry['dtype']} in {key}"
-            )
-        array = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]])
+        array = np.frombuffer(entry["data"], find_dtype(name, key, entry["dtype"]))
         tensors[key] = array.reshape(entry["shape"])
     return tensors, header.get("__metadata__") or {}
 
@@ -61,8 +63,72 @@ def read_safetensors(
 def write_safetensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
     """The inverse of `read_safetensors`. Equal contents give equal bytes."""
     data = safetensors.numpy.save(dict(tensors), dict(metadata))
-    size = int.from_bytes(data[:8], "little")
     # the library writes the metadata in any order
-    header = json.dumps(json.loads(data[8 : 8 + size]), sort_keys=True, separators=(",", ":"))
-    padded = header.encode().ljust(-(-len(header.encode()) // 8) * 8)
-    return len(padded).to_bytes(8, "little") + padded + data[8 + size :]
+    return _encode_header(_parse_header(data)) + data[8 + int.from_bytes(data[:8], "little") :]
+
+
+def make_header(
+    entries: Mapping[str, tuple[np.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
+    """What stands before the tensors' bytes in a safetensors file.
+
+    Args:
+      entries: dtype and shape by name, in the order in which the tensors follow. Wider dtypes
+        should come first: then every tensor is aligned.
+      metadata: texts to keep.
+
+    Returns:
+      The bytes. Equal contents give equal ones.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, (dtype, shape) in entries.items():
+        start, end = end, end + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [start, end]}
+    return _encode_header(header)
+
+
+def parse_json(data: bytes) -> Any:
+    """A JSON value in which no object has a name twice.
+
+    The safetensors library lets a tensor's name stand twice in a header, and takes the last.
+
+    Raises:
+      ValueError: one has, or the bytes are not JSON.
+    """
+    try:
+        return json.loads(data, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deep") from None
+
+
+def find_dtype(name: str, key: str, dtype: str) -> np.dtype:
+    """NumPy's dtype of a tensor, or a ValueError that names file, tensor and dtype."""
+    if dtype not in DTYPES:
+        raise ValueError(f"{name}: expected tensors of {', '.join(DTYPES)}, got {dtype} in {key}")
+    return DTYPES[dtype]
+
+
+def not_safetensors(name: str, error: Exception) -> ValueError:
+    """The error for a file that is cut short, or of another kind."""
+    return ValueError(f"{name}: expected a whole safetensors file, got {error}")
+
+
+def _parse_header(data: bytes) -> dict[str, Any]:
+    return parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+def _encode_header(header: Mapping[str, Any]) -> bytes:
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    padded = text.ljust(-(-len(text) // 8) * 8)
+    return len(padded).to_bytes(8, "little") + padded
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise ValueError(f"{name!r} twice")
+        fields[name] = value
+    return fields
