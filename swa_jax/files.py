@@ -9,6 +9,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from swa_jax.json_fields import parse_json
+
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
     for name, dtype in {
@@ -89,20 +91,6 @@ def make_header(
     return _encode_header(header)
 
 
-def parse_json(data: bytes) -> Any:
-    """A JSON value in which no object has a name twice.
-
-    The safetensors library lets a tensor's name stand twice in a header, and takes the last.
-
-    Raises:
-      ValueError: one has, or the bytes are not JSON.
-    """
-    try:
-        return json.loads(data, object_pairs_hook=_unique)
-    except RecursionError:
-        raise ValueError("JSON that is nested too deep") from None
-
-
 def find_dtype(name: str, key: str, dtype: str) -> np.dtype:
     """NumPy's dtype of a tensor, or a ValueError that names file, tensor and dtype."""
     if dtype not in DTYPES:
@@ -116,6 +104,7 @@ def not_safetensors(name: str, error: Exception) -> ValueError:
 
 
 def _parse_header(data: bytes) -> dict[str, Any]:
+    # The library lets a tensor's name stand twice, and takes the last.
     return parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
 
 
@@ -123,12 +112,3 @@ def _encode_header(header: Mapping[str, Any]) -> bytes:
     text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
     padded = text.ljust(-(-len(text) // 8) * 8)
     return len(padded).to_bytes(8, "little") + padded
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in fields:
-            raise ValueError(f"{name!r} twice")
-        fields[name] = value
-    return fields

@@ -1,8 +1,20 @@
-"""Dataclasses out of JSON objects, with errors that name the field."""
+"""JSON objects in, and dataclasses out of them, with errors that name the field."""
 
 import dataclasses
 import json
 from typing import Any
+
+
+def parse_json(text: str | bytes) -> Any:
+    """A JSON value in which no object has a name twice.
+
+    Raises:
+      ValueError: one has, or the text is not JSON.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deep") from None
 
 
 def parse_object(name: str, text: str) -> dict[str, Any]:
@@ -16,7 +28,7 @@ def parse_object(name: str, text: str) -> dict[str, Any]:
       ValueError: other text, another value, or a name given twice.
     """
     try:
-        fields = json.loads(text, object_pairs_hook=_unique)
+        fields = parse_json(text)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: expected JSON text, got {error}") from None
     if not isinstance(fields, dict):
@@ -42,7 +54,9 @@ def build(cls: type, fields: Any) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise ValueError(f"a name twice among {[name for name, _ in pairs]}")
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise ValueError(f"{name!r} twice")
+        fields[name] = value
     return fields

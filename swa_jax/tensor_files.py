@@ -7,12 +7,13 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import safetensors
 
-from swa_jax.files import find_dtype, not_safetensors, parse_json
+from swa_jax.files import find_dtype, not_safetensors
+from swa_jax.json_fields import parse_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -130,7 +131,7 @@ def _read_entries(path: Path) -> dict[str, _Entry]:
 
 def _read_sharded(directory: Path, index: Path) -> dict[str, _Entry]:
     """The headers of all files that the index names, which must say the same as it."""
-    fields, weight_map = _read_index(_inside(directory, INDEX))
+    weight_map = _read_index(_inside(directory, INDEX))
     wanted: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
         wanted.setdefault(shard, set()).add(name)
@@ -150,31 +151,22 @@ def _read_sharded(directory: Path, index: Path) -> dict[str, _Entry]:
         entries |= {name: entry for name, entry in found.items() if name in wanted[shard]}
     if faults:
         raise ValueError(f"{index}: expected what its files hold, got {listed(faults)}")
-    total = sum(entry.stop - entry.start for entry in entries.values())
-    if fields.get("total_size", total) != total:
-        raise ValueError(
-            f"{index}: expected total_size {total}, the bytes of its tensors, got "
-            f"{fields['total_size']!r}"
-        )
     return {name: entries[name] for name in weight_map}
 
 
-def _read_index(index: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Metadata and weight map of an index."""
+def _read_index(index: Path) -> dict[str, str]:
+    """The weight map of an index. Its total_size is not looked at: converters leave wrong ones."""
     try:
         fields = parse_json(index.read_bytes())
     except ValueError as error:
         raise ValueError(f"{index}: expected JSON text, got {error}") from None
     if not isinstance(fields, dict) or not isinstance(fields.get("weight_map"), dict):
         raise ValueError(f"{index}: expected an object with a weight_map, got none")
-    metadata = fields.get("metadata", {})
-    if not isinstance(metadata, dict):
-        raise ValueError(f"{index}: expected metadata to be an object, got {metadata!r}")
     for shard in fields["weight_map"].values():
         plain = isinstance(shard, str) and shard not in ("", ".", "..")
         if not plain or any(character in shard for character in "/\\\0"):
             raise ValueError(f"{index}: expected names of files beside it, got {shard!r}")
-    return metadata, fields["weight_map"]
+    return fields["weight_map"]
 
 
 def _inside(directory: Path, name: str) -> Path:

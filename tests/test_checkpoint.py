@@ -325,6 +325,7 @@ def test_what_compresses_keys_is_left_out_of_an_attention_layer_and_nothing_else
         tensors[prefix + name] = np.zeros(3, np.float32)
     tensors["model.layers.3.mlp.gate.weight"] = np.zeros(3, np.float32)
     tensors["model.layers.30.self_attn.other"] = np.zeros(3, np.float32)
+    tensors["model.layers.3.input_layernorm.weight"] = np.zeros(3, np.float32)  # attn_norm.weight
     load_attention(renamed(tensors, naming), ATTENTION, 3)
     wrong = [prefix + name for name in ("compressors", "q_c_proj.weight", "sinks.weight_scale_inv")]
     tensors |= dict.fromkeys(wrong, np.zeros(3, np.float32))

@@ -176,7 +176,7 @@ def test_a_file_that_describes_no_such_decoder_is_refused_by_name(tmp_path, fiel
 
 def test_a_name_given_twice_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "swa_jax", "model_type": "llama"}')
-    with pytest.raises(ValueError, match="a name twice"):
+    with pytest.raises(ValueError, match="'model_type' twice"):
         swa.read_config(tmp_path)
 
 

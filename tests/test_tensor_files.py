@@ -178,18 +178,6 @@ INDEX_FAULTS = {
         "expected what its files hold, got a.safetensors holds y, which the index does not list "
         "there; b.safetensors lacks y",
     ),
-    "another total": (
-        {"metadata": {"total_size": 35}},
-        "expected total_size 36, the bytes of its tensors, got 35",
-    ),
-    "a total that is none": (
-        {"metadata": {"total_size": "36"}},
-        "expected total_size 36, the bytes of its tensors, got '36'",
-    ),
-    "metadata of another kind": (
-        {"metadata": [1]},
-        "expected metadata to be an object, got [1]",
-    ),
     "a map of another kind": (
         {"weight_map": ["x"]},
         "expected an object with a weight_map, got none",
