@@ -182,12 +182,16 @@ def initial_params(config: swa.DecoderConfig, seed: int) -> PyTree:
     Returns:
         The parameter tree, float32, without partitioning metadata.
     """
-    tokens = jnp.zeros((1, 8), jnp.int32)
-    variables = jax.jit(swa.Decoder(config).init)(jax.random.key(seed), tokens)
+    variables = _init(swa.Decoder(config), jax.random.key(seed))
     return jax.tree.map_with_path(
         lambda path, value: value * 0 if _name(path[-1:]) in ZERO_AT_START else value,
         nn.meta.unbox(variables)["params"],
     )
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _init(model: swa.Decoder, key: Array) -> PyTree:
+    return model.init(key, jnp.zeros((1, 8), jnp.int32))
 
 
 def _nats(

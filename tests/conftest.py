@@ -41,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "quick_compilation: on a module, see `optimisation`")
     # The environment, not only jax.config, so that the subprocesses of a test agree.
     gpu = _wants_gpu(config)
     platforms = os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if gpu else "cpu")
@@ -67,3 +68,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimisation(request: pytest.FixtureRequest) -> None:
+    """Compiles the programs of modules marked "quick_compilation" without most optimisations.
+
+    Programs in memory are told apart by their functions and not by how they were compiled: none
+    may reach a module that is to see them as users have them.
+    """
+    import jax
+
+    marked = request.node.get_closest_marker("quick_compilation") is not None
+    quick = marked and not _wants_gpu(request.config)
+    if not quick and jax.config.read("jax_disable_most_optimizations"):
+        jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", quick)

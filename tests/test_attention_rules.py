@@ -15,6 +15,8 @@ from small_models import activations, attention_config, largest_error, layer_par
 import swa_jax as swa
 from pallas_kernels import KVRows, load_rows
 
+pytestmark = pytest.mark.quick_compilation
+
 WINDOW, CAPACITY = 3, 9
 SLOTS, BATCH, TOKENS = 4, 2, 7
 LAST_POSITION = 2**31 - 1

@@ -117,7 +117,8 @@ def numbers(value):
 
 
 @pytest.mark.slow
-def test_the_rehearsal_runs_every_stage(run, tmp_path):
+def test_the_rehearsal_runs_every_stage(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # its programs run for a moment
     figure = tmp_path / "figure.png"
     status, out, err, report = run(*check("--plot", str(figure)))
     assert (status, err) == (0, ""), out

@@ -14,6 +14,8 @@ import swa_jax as swa
 from swa_jax import decoding, recompute
 from swa_jax.sampling import request_keys
 
+pytestmark = pytest.mark.quick_compilation
+
 WINDOW, ROOM = 16, 6  # the ring has 22 rows
 VOCABULARY = 50
 CONFIG = decoder_config(attention_config(WINDOW, swa.V41), num_layers=2)

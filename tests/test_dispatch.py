@@ -23,6 +23,8 @@ from pallas_kernels import (
 )
 from pallas_kernels.indexed_attention import triton_tiles as tiles
 
+pytestmark = pytest.mark.quick_compilation
+
 FMT = V41.with_width(64)
 TRITON_CALL = "__gpu$xla.gpu.triton"
 A100, H200, B200 = "NVIDIA A100-SXM4-80GB", "NVIDIA H200", "NVIDIA B200"

@@ -24,6 +24,8 @@ import benchmark_bytes as row_bytes
 import benchmark_cases as cases
 import benchmark_checks as checks
 
+pytestmark = pytest.mark.quick_compilation
+
 TRITON_CALL = "__gpu$xla.gpu.triton"
 OUTPUT_ERROR, LSE_ERROR = 4e-3, 1e-5
 BY_FORMAT = pytest.mark.parametrize("fmt", [V41, V4, BF16, F32, V41_FP4], ids=lambda fmt: fmt.name)

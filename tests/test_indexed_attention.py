@@ -24,6 +24,8 @@ from pallas_kernels import (
     transforms,
 )
 
+pytestmark = pytest.mark.quick_compilation
+
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 ROWS_PER_SLOT = 7
 SINKS = [-np.inf, 0.3, 20.0, np.inf, -1e9, -2.0]

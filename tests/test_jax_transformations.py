@@ -21,6 +21,8 @@ import swa_jax as swa
 from pallas_kernels import ExtraKV, dispatch, indexed_attention
 from swa_jax.exported import ExportedSlot
 
+pytestmark = pytest.mark.quick_compilation
+
 CONFIG = attention_config(3, swa.F32)
 GEOMETRY = CONFIG.geometry
 LAYER = swa.SlidingWindowAttention(CONFIG)

@@ -26,6 +26,8 @@ import swa_jax as swa
 from pallas_kernels import dequantize_rows, quantize_rows, transforms
 from swa_jax.config import AxisNames
 
+pytestmark = pytest.mark.quick_compilation
+
 CONFIG = attention_config(3, swa.V41)
 EXACT = attention_config(3, swa.F32)
 LAYER = swa.SlidingWindowAttention(CONFIG)

@@ -18,7 +18,10 @@ from pallas_kernels import V41
 from pallas_kernels.indexed_attention.triton_tiles import choose_tile
 
 MISSING = machine_code.missing()
-compiles = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+]
 
 
 def each(entries):
@@ -57,8 +60,6 @@ def test_a_shipped_tile_has_a_triton_kernel_whose_gathers_are_masked(entry):
     assert [op for op in indexed if not op.masked] == []
 
 
-@pytest.mark.slow
-@compiles
 @every_tile
 def test_a_shipped_tile_spills_nothing_and_fits_its_card(entry):
     for code in shipped_code(entry):
@@ -67,8 +68,6 @@ def test_a_shipped_tile_spills_nothing_and_fits_its_card(entry):
         assert code.shared_memory <= SHARED_MEMORY[entry.arch]
 
 
-@pytest.mark.slow
-@compiles
 @every_attention
 def test_a_shipped_attention_multiplies_on_tensor_cores(entry):
     # Blackwell's own instructions leave too few registers: it runs those of a warp.
@@ -78,8 +77,6 @@ def test_a_shipped_attention_multiplies_on_tensor_cores(entry):
         assert "trap;" not in code.ptx  # what Triton emits for a kernel that does not fit
 
 
-@pytest.mark.slow
-@compiles
 @every_wide_v41
 def test_v41_rows_of_512_values_move_16_bytes_a_lane(entry):
     [kernel], [code] = shipped_kernels_of(entry), shipped_code(entry)

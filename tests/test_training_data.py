@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import byte_text
 import train_bytes
 
+pytestmark = pytest.mark.quick_compilation
+
 # By hand: the last hexadecimal digit of `printf %s PATH | sha256sum` is 0.
 HELD_OUT = ("posixpath.py", "wave.py", "email/parser.py", "xml/dom/__init__.py")
 TRAINING = ("os.py", "ast.py", "email/header.py", "json/decoder.py")
