@@ -41,7 +41,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "quick_compilation: on a module, see `optimisation`")
     # The environment, not only jax.config, so that the subprocesses of a test agree.
     gpu = _wants_gpu(config)
     platforms = os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if gpu else "cpu")
