@@ -109,7 +109,7 @@ def attention_layer(
     if isinstance(meta, SequenceMetadata):
         out = sequence_attention(*arguments, meta, config, extra=extra, round_trip=round_trip)
     else:
-        assert rows is not None  # _check_call saw to it
+        assert rows is not None  # check_call saw to it
         if isinstance(meta, DecodeMetadata):
             out, rows = decode_attention(
                 *arguments, rows, meta, config, extra=extra, implementation=implementation

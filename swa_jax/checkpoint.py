@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from swa_jax.config import AttentionConfig, DecoderConfig
-from swa_jax.files import read_safetensors, write_safetensors
+from swa_jax.files import open_new, read_safetensors, write_safetensors
 from swa_jax.head_shards import shard_config as shard_config
 from swa_jax.tensor_files import open_tensors as open_tensors
 from swa_jax.weight_loading import load_leaves
@@ -81,6 +81,8 @@ def load_attention(
         cannot be cut so; or as `open_tensors`.
       OSError: as `open_tensors`.
     """
+    if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
+        raise ValueError(f"layer: expected an integer of 0 or more, got {layer!r}")
     source, tensors = _opened(path_or_tensors)
     names = find_names(tensors)
     prefix = names.attention_prefix(layer)
@@ -166,7 +168,8 @@ def save_params(
         arrays[name] = np.ascontiguousarray(array)
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
-    partial.write_bytes(write_safetensors(arrays, metadata or {}))
+    with open_new(partial) as file:
+        file.write(write_safetensors(arrays, metadata or {}))
     os.replace(partial, target)
 
 

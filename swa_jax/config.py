@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -99,11 +100,8 @@ class AttentionConfig:
             )
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not 0 < value < np.inf
-            ):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 < value <= sys.float_info.max:
                 raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
         if self.rope_scaling is not None:
             if not isinstance(self.rope_scaling, YarnScaling):
@@ -196,6 +194,8 @@ class DecoderConfig:
                         f"attention: expected the same {name} in every layer, got {want} in layer "
                         f"0 and {got} in layer {i}"
                     )
+        if not isinstance(self.scan_layers, bool):
+            raise ValueError(f"scan_layers: expected True or False, got {self.scan_layers!r}")
         if self.scan_layers and len(set(layers)) > 1:
             raise ValueError("scan_layers: expected equal layers, got different configurations")
 
@@ -253,6 +253,8 @@ class DecoderConfig:
 def _check_int(name: str, value: Any, smallest: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
         raise ValueError(f"{name}: expected an integer of {smallest} or more, got {value!r}")
+    if value > checks.INT32_MAX:
+        raise ValueError(f"{name}: expected at most {checks.INT32_MAX}, got {value!r}")
 
 
 def _check_row_format(name: str, fmt: KVCacheFormat, head_dim: int) -> None:

@@ -343,8 +343,9 @@ def _decode_step(
 
 
 def _apply(model, params, tokens, cache, meta) -> tuple[Float[Array, "b t hidden"], RingCache]:
-    """`model.apply` with a cache, whose type Flax does not tell."""
-    return model.apply(params, tokens, cache, meta)
+    """`model.apply` with a cache; a value that extra_hooks leave for other layers ends here."""
+    hidden, cache = model.apply(params, tokens, cache, meta)[:2]
+    return hidden, cache
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")

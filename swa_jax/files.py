@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -89,6 +90,12 @@ def make_header(
         start, end = end, end + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [start, end]}
     return _encode_header(header)
+
+
+def open_new(path: Path) -> BinaryIO:
+    """A new file to write bytes to, in place of what has its name: no link is followed."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
 
 
 def find_dtype(name: str, key: str, dtype: str) -> np.dtype:

@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pallas_kernels import V4, V41, V41_FP4, KVCacheFormat
 from swa_jax.config import AttentionConfig, DecoderConfig
+from swa_jax.files import open_new
 from swa_jax.json_fields import parse_object
 from swa_jax.rotary import YarnScaling
 
@@ -20,6 +22,21 @@ _FAMILIES: dict[str, tuple[KVCacheFormat, KVCacheFormat, bool]] = {
     "deepseek_v4": (V4, V4, True),
     "deepseek_v41": (V41, V41_FP4, False),
     "deepseek_v41_text": (V41, V41_FP4, False),
+}
+# What a decoder has that Decoder has not, and the values that mean it has not.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "n_routed_experts": (None, 0),
+    "hc_mult": (None, 1),
+    "hidden_act": (None, "silu"),
+    "swiglu_limit": (None,),
+    "mlp_bias": (None, False),
+    "tie_word_embeddings": (None, False),
+}
+_KINDS = {
+    "sliding_attention": False,
+    "compressed_sparse_attention": True,
+    "heavily_compressed_attention": True,
+    "shared_compressed_attention": True,
 }
 
 
@@ -40,20 +57,17 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
     name, fields = _read(path)
     if fields.get("model_type") == OWN:
         del fields["model_type"]
-        return DecoderConfig.from_json(json.dumps(fields))
+        try:
+            return DecoderConfig.from_json(json.dumps(fields))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
     text = _text_fields(name, fields)
-    parts = [
-        f"{text[key]} {what}"
-        for key, plain, what in (
-            ("n_routed_experts", (None, 0), "routed experts (n_routed_experts)"),
-            ("hc_mult", (None, 1), "residual streams (hc_mult)"),
-        )
-        if text.get(key) not in plain
-    ]
+    parts = [f"{key} {text[key]!r}" for key in _PLAIN if text.get(key) not in _PLAIN[key]]
     if parts:
         raise ValueError(
-            f"{name}: expected a decoder with one residual stream and a dense SwiGLU, got "
-            f"{' and '.join(parts)}; read_attention reads its attention layers"
+            f"{name}: expected a decoder with one residual stream, a dense SwiGLU without limits "
+            f"and biases, and a head of its own, got {', '.join(parts)}; read_attention reads its "
+            f"attention layers"
         )
     layers = _layers(name, text)
     return DecoderConfig(
@@ -93,7 +107,8 @@ def write_config(path: str | os.PathLike[str], config: DecoderConfig) -> None:
     text = json.dumps({"model_type": OWN, **json.loads(config.to_json())}, indent=2)
     target = Path(path) / "config.json"
     partial = target.with_name("config.json.partial")
-    partial.write_text(text + "\n")
+    with open_new(partial) as file:
+        file.write(text.encode() + b"\n")
     os.replace(partial, target)
 
 
@@ -109,7 +124,7 @@ def _text_fields(name: str, fields: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(text, dict):
         raise ValueError(f"{name}: expected text_config to be an object, got {text!r}")
     kind = text.get("model_type", fields.get("model_type"))
-    if kind not in _FAMILIES:
+    if not isinstance(kind, str) or kind not in _FAMILIES:
         raise ValueError(
             f"{name}: expected model_type {', '.join([*_FAMILIES, OWN])}, got {kind!r}"
         )
@@ -118,7 +133,11 @@ def _text_fields(name: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _number(name: str, fields: Mapping[str, Any], key: str) -> Any:
     value = fields.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not abs(value) <= sys.float_info.max
+    ):
         raise ValueError(f"{name}: expected a number for {key}, got {value!r}")
     return value
 
@@ -136,7 +155,11 @@ def _layers(name: str, text: dict[str, Any]) -> tuple[AttentionConfig, ...]:
     rope_dim = text.get("qk_rope_head_dim")
     if rope_dim is None:
         rope_dim = round(head_dim * _number(name, text, "partial_rotary_factor"))
-    dtype = text.get("dtype") or text.get("torch_dtype") or "float32"
+    dtype = text.get("dtype", text.get("torch_dtype")) or "float32"
+    if dtype == "float16":  # the nearest that holds all of its values
+        dtype = "float32"
+    if text.get("attention_bias") not in (None, False):
+        raise ValueError(f"{name}: expected no attention_bias, got {text['attention_bias']!r}")
     plain, compressed = _ropes(name, text)
     try:
         window = AttentionConfig(
@@ -168,10 +191,18 @@ def _layers(name: str, text: dict[str, Any]) -> tuple[AttentionConfig, ...]:
 def _compressed_layers(name: str, text: dict[str, Any]) -> list[bool]:
     """For each layer whether it has a compressed cache beside its window."""
     count = _number(name, text, "num_hidden_layers")
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name}: expected num_hidden_layers of 1 or more, got {count!r}")
     if text.get("layer_types") is not None:
-        has = [kind != "sliding_attention" for kind in _kinds(name, text, "layer_types")]
+        kinds = _kinds(name, text, "layer_types")
+        if not all(isinstance(kind, str) and kind in _KINDS for kind in kinds):
+            raise ValueError(f"{name}: expected layer_types of {', '.join(_KINDS)}, got {kinds}")
+        has = [_KINDS[kind] for kind in kinds]
     else:
-        has = [ratio != 0 for ratio in _kinds(name, text, "compress_ratios")]
+        ratios = _kinds(name, text, "compress_ratios")
+        if not all(type(ratio) is int and ratio >= 0 for ratio in ratios):
+            raise ValueError(f"{name}: expected compress_ratios of 0 or more, got {ratios}")
+        has = [ratio > 0 for ratio in ratios]
     if len(has) < count:  # draft layers may follow
         raise ValueError(f"{name}: expected kinds of {count} layers, got {len(has)}")
     return has[:count]
@@ -180,14 +211,22 @@ def _compressed_layers(name: str, text: dict[str, Any]) -> list[bool]:
 def _ropes(name: str, text: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rotation of layers with a window only, and of layers with a compressed cache too."""
     parameters = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    # One set of parameters alone is the scaling of the compressed layers; its base is theirs not.
-    nested = "main" in parameters and "compress" in parameters
-    if nested:
+    if not isinstance(parameters, dict):
+        raise ValueError(f"{name}: expected rope scaling to be an object, got {parameters!r}")
+    # One set of parameters alone scales the compressed layers; bases stand beside it.
+    if "main" in parameters and "compress" in parameters:
         main, compress = parameters["main"], parameters["compress"]
+        if _yarn(name, main) is not None:
+            raise ValueError(f"{name}: expected no rope scaling in main, got {main!r}")
         thetas = _number(name, main, "rope_theta"), _number(name, compress, "rope_theta")
         scaling = _yarn(name, compress)
     else:
         thetas = text.get("rope_theta", 10000.0), text.get("compress_rope_theta", 160000.0)
+        if parameters.get("rope_theta", thetas[0]) != thetas[0]:
+            raise ValueError(
+                f"{name}: expected the base {thetas[0]!r} in rope_parameters as beside them, got "
+                f"{parameters['rope_theta']!r}"
+            )
         scaling = _yarn(name, parameters)
     return {"rope_theta": thetas[0]}, {"rope_theta": thetas[1], "rope_scaling": scaling}
 
@@ -200,6 +239,9 @@ def _yarn(name: str, scaling: Any) -> YarnScaling | None:
         return None
     if kind != "yarn":
         raise ValueError(f"{name}: expected rope scaling of type yarn or default, got {kind!r}")
+    for key in ("attention_factor", "mscale", "mscale_all_dim"):
+        if scaling.get(key) not in (None, 1.0):
+            raise ValueError(f"{name}: expected {key} 1 or none, got {scaling[key]!r}")
     try:
         return YarnScaling(
             factor=_number(name, scaling, "factor"),

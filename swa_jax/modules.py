@@ -71,7 +71,12 @@ class DecoderLayer(nn.Module):
         if self.extra_hook is not None:
             if meta is None:
                 raise ValueError("meta: expected metadata with an extra_hook, got None")
-            extra, cross_layer = self.extra_hook(normalised, meta, extra, cross_layer)
+            made = self.extra_hook(normalised, meta, extra, cross_layer)
+            if not isinstance(made, tuple) or len(made) != 2:
+                raise ValueError(
+                    f"extra_hook's result: expected (extra, cross_layer), got {type(made).__name__}"
+                )
+            extra, cross_layer = made
         if rows is None:
             y = attention(normalised, meta=meta, extra=extra)
         else:
@@ -193,8 +198,10 @@ class Decoder(nn.Module):
         x = jnp.take(self.embedding, known, axis=0).astype(dtype)
         if self.embed_hook is not None:
             shape = x.shape
-            x = self.embed_hook(x, tokens, meta, cross_layer, draft_input).astype(dtype)
+            x = self.embed_hook(x, tokens, meta, cross_layer, draft_input)
+            checks.check_floating("embed_hook's result", x)
             checks.check_shape("embed_hook's result", x, shape)
+            x = x.astype(dtype)
         if config.scan_layers:
             numbers = jnp.arange(config.num_layers, dtype=jnp.int32)
             (x, cache), _ = self.layers((x, cache), numbers, meta, extras[0])

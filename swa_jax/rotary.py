@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import sys
 
 import numpy as np
 from jaxtyping import Float64, UInt32
@@ -37,7 +38,7 @@ class YarnScaling:
         for name in ("factor", "original_max_positions", "beta_fast", "beta_slow"):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 < value < math.inf:
+            if not number or not 0 < value <= sys.float_info.max:
                 raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
         if not isinstance(self.original_max_positions, int):
             raise ValueError(

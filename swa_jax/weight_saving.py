@@ -15,7 +15,7 @@ import numpy as np
 from pallas_kernels import checks
 from swa_jax.block_scales import BLOCK_SIZES, E4M3, E8M0, quantize, scales_shape
 from swa_jax.config import DecoderConfig
-from swa_jax.files import make_header
+from swa_jax.files import make_header, open_new
 from swa_jax.tensor_files import INDEX, SINGLE, listed
 from swa_jax.weight_names import HUGGING_FACE, ORIGINAL, Leaf, Names, Part, decoder_leaves
 
@@ -159,17 +159,20 @@ def _split(outputs: Sequence[_Output], max_bytes: int) -> list[list[_Output]]:
 
 
 def _write(directory: Path, shards: Sequence[Sequence[_Output]]) -> None:
-    for name in (SINGLE, INDEX):
-        if (directory / name).exists():
+    if len(shards) == 1:
+        targets = [SINGLE]
+    else:
+        targets = [
+            f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
+        ]
+    for name in (SINGLE, INDEX, *targets):
+        if os.path.lexists(directory / name):
             raise FileExistsError(f"{directory}: expected no checkpoint in it, got {name}")
     directory.mkdir(parents=True, exist_ok=True)
     files: dict[Path, Path] = {}
     weight_map: dict[str, str] = {}
     with contextlib.ExitStack() as leftovers:
-        for i, shard in enumerate(shards, 1):
-            name = SINGLE
-            if len(shards) > 1:
-                name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        for name, shard in zip(targets, shards, strict=True):
             partial = directory / f"{name}.partial"
             leftovers.callback(partial.unlink, missing_ok=True)
             _write_shard(partial, shard)
@@ -180,7 +183,8 @@ def _write(directory: Path, shards: Sequence[Sequence[_Output]]) -> None:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             partial = directory / f"{INDEX}.partial"
             leftovers.callback(partial.unlink, missing_ok=True)
-            partial.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            with open_new(partial) as file:
+                file.write(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
             files[partial] = directory / INDEX
         for partial, file in files.items():
             os.replace(partial, file)
@@ -188,7 +192,7 @@ def _write(directory: Path, shards: Sequence[Sequence[_Output]]) -> None:
 
 def _write_shard(path: Path, shard: Sequence[_Output]) -> None:
     entries = {name: entry for output in shard for name, entry in output.entries.items()}
-    with path.open("wb") as file:
+    with open_new(path) as file:
         # transformers reads only files that name a framework
         file.write(make_header(entries, {"format": "pt"}))
         for output in shard:

@@ -234,6 +234,27 @@ def test_a_directory_with_a_checkpoint_is_left_as_it_is(tmp_path):
         assert {file: file.read_bytes() for file in (tmp_path / folder).iterdir()} == before
 
 
+def test_a_file_of_a_shards_name_is_left_as_it_is(tmp_path):
+    config, params = decoder()
+    shard = tmp_path / "model-00001-of-00002.safetensors"
+    shard.write_text("precious")
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) * 2 // 3
+    with pytest.raises(FileExistsError, match="got model-00001-of-00002.safetensors"):
+        save_decoder(tmp_path, params, config, max_shard_bytes=size)
+    assert [file.name for file in tmp_path.iterdir()] == [shard.name]
+    assert shard.read_text() == "precious"
+
+
+def test_a_link_in_the_way_is_replaced_and_not_followed(tmp_path):
+    config, params = decoder()
+    (tmp_path / "precious").write_text("as it was")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors.partial").symlink_to(tmp_path / "precious")
+    save_decoder(tmp_path / "model", params, config)
+    assert (tmp_path / "precious").read_text() == "as it was"
+    equal_trees(load_decoder(tmp_path / "model", config), params)
+
+
 @pytest.mark.parametrize("failing", [1, 9, 16])
 def test_a_save_that_fails_leaves_no_file(tmp_path, monkeypatch, failing):
     config, params = decoder()

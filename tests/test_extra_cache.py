@@ -395,6 +395,16 @@ def test_a_draft_model_reads_the_hidden_states_it_is_given():
             {},
             r"embed_hook's result: expected shape \(2, 8, 32\), got \(2, 8, 3\)",
         ),
+        (
+            {"embed_hook": lambda *inputs: None},
+            {},
+            "embed_hook's result: expected a floating dtype of 16 bits or more, got NoneType",
+        ),
+        (
+            {"extra_hooks": (None, lambda *inputs: None, None)},
+            {},
+            r"extra_hook's result: expected \(extra, cross_layer\), got NoneType",
+        ),
     ],
 )
 def test_named_inputs_that_do_not_fit_are_refused(fields, arguments, message):
@@ -411,6 +421,24 @@ def test_scanned_layers_take_no_hooks():
     model = swa.Decoder(config, extra_hooks=(None, None, lambda *inputs: (None, None)))
     with pytest.raises(ValueError, match="extra_hooks: expected none with scan_layers, got some"):
         model.init(jax.random.key(0), TOKEN_IDS)
+
+
+def test_a_decoder_loop_runs_with_hooks_that_hand_a_value_from_layer_to_layer():
+    config, params = mixed_decoder()
+    rows, _ = compressed(swa.V41_FP4)
+
+    def source(hidden, meta, extra, cross_layer):
+        chosen = jnp.maximum(meta.positions, 0).reshape(-1, 1) % ENTRIES
+        made = ExtraKV(rows, jnp.where(meta.positions.reshape(-1, 1) >= 0, chosen, -1))
+        return made, made
+
+    def reuse(hidden, meta, extra, cross_layer):
+        return cross_layer, cross_layer
+
+    model = swa.Decoder(config, extra_hooks=(None, source, reuse))
+    [tokens] = swa.generate(model, params, [[1, 2, 3]], max_new_tokens=6)
+    found = swa.compare_with_recompute(model, params, [1, 2, 3], tokens)
+    assert (found.equal, found.tokens) == (True, 6)
 
 
 def test_a_decoder_loop_without_the_named_inputs_says_what_is_missing():

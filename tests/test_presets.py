@@ -151,7 +151,37 @@ def test_a_written_configuration_comes_back(tmp_path, name):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (V4_FLASH_JSON, r"got 256 routed experts .* and 4 residual streams .* read_attention"),
+        (V4_FLASH_JSON, r"got n_routed_experts 256, hc_mult 4; read_attention reads"),
+        ({**DENSE, "hidden_act": "gelu"}, "got hidden_act 'gelu'"),
+        ({**DENSE, "swiglu_limit": 10.0}, "got swiglu_limit 10.0"),
+        ({**DENSE, "tie_word_embeddings": True}, "got tie_word_embeddings True"),
+        ({**DENSE, "attention_bias": True}, "expected no attention_bias, got True"),
+        ({**DENSE, "model_type": ["deepseek_v4"]}, "expected model_type deepseek_v4, "),
+        ({**DENSE, "num_hidden_layers": -1}, "expected num_hidden_layers of 1 or more, got -1"),
+        ({**DENSE, "num_hidden_layers": 2.0}, "expected num_hidden_layers of 1 or more, got 2.0"),
+        (
+            {**DENSE, "layer_types": ["full_attention"] * 3},
+            "expected layer_types of sliding_",
+        ),
+        (
+            {**DENSE, "layer_types": None, "compress_ratios": [0, False, 0]},
+            "expected compress_ratios of 0 or more",
+        ),
+        ({**DENSE, "rope_scaling": True}, "expected rope scaling to be an object, got True"),
+        (
+            {**DENSE, "rope_parameters": {"main": None, "compress": None}},
+            "expected rope scaling to be an object, got None",
+        ),
+        (
+            {**DENSE, "rope_parameters": {"rope_type": "default", "rope_theta": 777}},
+            "expected the base 10000 in rope_parameters as beside them, got 777",
+        ),
+        (
+            {**DENSE, "rope_scaling": {**V4_FLASH_JSON["rope_scaling"], "mscale": 0.7}},
+            "expected mscale 1 or none, got 0.7",
+        ),
+        ({**DENSE, "rope_theta": 10**400}, "rope_theta: expected a finite number above 0"),
+        ({**DENSE, "rms_norm_eps": float("inf")}, "expected a number for rms_norm_eps, got inf"),
         ({**DENSE, "model_type": "llama"}, "expected model_type deepseek_v4, .*, got 'llama'"),
         ({**DENSE, "head_dim": None}, "expected a number for head_dim, got None"),
         ({**DENSE, "layer_types": None}, "expected a list for compress_ratios, got None"),
@@ -172,6 +202,20 @@ def test_a_written_configuration_comes_back(tmp_path, name):
 def test_a_file_that_describes_no_such_decoder_is_refused_by_name(tmp_path, fields, message):
     with pytest.raises(ValueError, match=message):
         swa.read_config(write(tmp_path, fields))
+
+
+def test_a_float16_model_computes_in_float32(tmp_path):
+    config = swa.read_config(write(tmp_path, {**DENSE, "torch_dtype": "float16"}))
+    assert (config.layers[0].dtype, config.layers[0].param_dtype) == ("float32", "float32")
+
+
+def test_a_link_in_the_way_is_replaced_and_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("as it was")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json.partial").symlink_to(tmp_path / "precious")
+    write_config(tmp_path / "model", swa.presets.v4_pro())
+    assert (tmp_path / "precious").read_text() == "as it was"
+    assert not (tmp_path / "model" / "config.json").is_symlink()
 
 
 def test_a_name_given_twice_is_refused(tmp_path):
