@@ -93,6 +93,12 @@ def check_floating(name: str, value: Array) -> None:
         )
 
 
+def check_count(name: str, value: object) -> None:
+    """Raises ValueError unless the value is an integer of 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
+
+
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raises ValueError unless `value` is one of `choices`."""
     if value not in choices:

@@ -51,8 +51,8 @@ class KVRows:
             slots above 2 GiB.
         """
         check_format(fmt)
-        _check_count("slots", slots)
-        _check_count("rows_per_slot", rows_per_slot)
+        checks.check_count("slots", slots)
+        checks.check_count("rows_per_slot", rows_per_slot)
         slot_bytes = region_bytes(rows_per_slot, fmt)
         _check_size("rows", slots * rows_per_slot, slot_bytes)  # before they are allocated
         data = jnp.zeros((slots, slot_bytes), jnp.uint8)
@@ -86,7 +86,7 @@ class KVRows:
                 f"block: expected uint8[slots, slot_bytes], got {dtype}{jnp.shape(block)}"
             )
         check_format(fmt)
-        _check_count("rows_per_slot", rows_per_slot)
+        checks.check_count("rows_per_slot", rows_per_slot)
         end = rows_per_slot * fmt.row_bytes
         first = checks.known_int("start", start)
         if first is not None:
@@ -134,11 +134,6 @@ def check_rows(rows: KVRows, name: str = "rows") -> None:
             f"for {rows.rows_per_slot} rows of format {rows.fmt.name}, got {rows.data.shape[1]}"
         )
     _check_size(name, rows.num_rows, rows.data.shape[1])
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
 
 
 def _check_size(name: str, num_rows: int, slot_bytes: int) -> None:

@@ -140,10 +140,10 @@ def decode_attention(
     """Stores the new rows, then reads the ring through indices.
 
     Args:
-      params: at least kv_norm and sinks.
+      params: at least kv_norm [D] and sinks [H].
       q: floating[B, T, H, D], queries before norm and rotation.
       latents: floating[B, T, D], rows before norm and rotation.
-      rotation: cosines and sines at meta.positions.
+      rotation: cosines and sines at meta.positions, float32[B, T, R / 2] each.
       rows: this layer's view of the cache.
       meta: addresses of the step.
       config: the layer's configuration.

@@ -57,8 +57,7 @@ class RingCache:
         if not isinstance(geometry, RingGeometry):
             raise ValueError(f"geometry: expected a RingGeometry, got {type(geometry).__name__}")
         for name, value in (("slots", slots), ("layers", layers)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
+            checks.check_count(name, value)
         region = region_bytes(geometry.capacity, fmt)
         per_block = min(layers, MAX_BLOCK_BYTES // (slots * region))
         if per_block == 0:

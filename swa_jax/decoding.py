@@ -187,8 +187,7 @@ def prefill(
     Raises:
       ValueError: no prompt, an empty one, or token ids out of range.
     """
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-        raise ValueError(f"chunk: expected an integer of 1 or more, got {chunk!r}")
+    checks.check_count("chunk", chunk)
     if isinstance(prompts, bytes | str):
         raise ValueError("prompts: expected a list of prompts, got one")
     rows = [token_ids(model, f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
@@ -343,9 +342,8 @@ def _decode_step(
 
 
 def _apply(model, params, tokens, cache, meta) -> tuple[Float[Array, "b t hidden"], RingCache]:
-    """`model.apply` with a cache; a value that extra_hooks leave for other layers ends here."""
-    hidden, cache = model.apply(params, tokens, cache, meta)[:2]
-    return hidden, cache
+    """`model.apply` with a cache, whose type Flax does not tell."""
+    return model.apply(params, tokens, cache, meta)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")

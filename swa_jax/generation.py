@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from tqdm import tqdm
 
+from pallas_kernels import checks
 from swa_jax.cache import RingCache
 from swa_jax.decoding import Params, Prompt, begin, decode_block, token_limits
 from swa_jax.modules import Decoder
@@ -40,8 +41,7 @@ def stream(
     Raises:
       ValueError: an empty prompt, a token id or a limit out of range.
     """
-    if isinstance(block_steps, bool) or not isinstance(block_steps, int) or block_steps < 1:
-        raise ValueError(f"block_steps: expected an integer of 1 or more, got {block_steps!r}")
+    checks.check_count("block_steps", block_steps)
     if len(prompts) == 0:
         raise ValueError("prompts: expected at least one prompt, got none")
     config = model.config

@@ -15,7 +15,16 @@ Rotation = tuple[Float32[Array, "b t half"], Float32[Array, "b t half"]]
 def prepare_queries(
     q: Float[Array, "b t h d"], rotation: Rotation, config: AttentionConfig
 ) -> Float[Array, "b t h d"]:
-    """Norm, rotation and Hadamard transform of the queries, in q's dtype."""
+    """Norm, rotation and Hadamard transform of the queries.
+
+    Args:
+      q: floating[B, T, H, D].
+      rotation: cosines and sines at their positions, float32[B, T, R / 2] each.
+      config: the layer's configuration.
+
+    Returns:
+      q's dtype[B, T, H, D].
+    """
     cos, sin = (angle[:, :, None, :] for angle in rotation)
     query = q.astype(jnp.float32)
     if config.query_norm:
@@ -29,7 +38,17 @@ def prepare_queries(
 def finish(
     out: Float32[Array, "b t h d"], rotation: Rotation, config: AttentionConfig, dtype: jnp.dtype
 ) -> Float[Array, "b t h d"]:
-    """Undoes the Hadamard transform and the rotation of the heads' outputs."""
+    """Undoes the Hadamard transform and the rotation of the heads' outputs.
+
+    Args:
+      out: float32[B, T, H, D].
+      rotation: cosines and sines at the queries' positions, float32[B, T, R / 2] each.
+      config: the layer's configuration.
+      dtype: of the result.
+
+    Returns:
+      dtype[B, T, H, D].
+    """
     cos, sin = (angle[:, :, None, :] for angle in rotation)
     if config.hadamard:
         out = transforms.hadamard(out)

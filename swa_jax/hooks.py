@@ -24,7 +24,7 @@ class ExtraHook(Protocol):
         """Called before the layer's attention.
 
         Args:
-          hidden: the attention's input, after its norm.
+          hidden: floating[B, T, hidden], the attention's input, after its norm.
           meta: the call's metadata; meta.positions int32[B, T] has -1 at padding.
           extra: what the caller gave for this layer.
           cross_layer: what the layer before left, as when layers share a selection.
@@ -49,11 +49,11 @@ class EmbedHook(Protocol):
         """Called before the first layer.
 
         Args:
-          embedded: the tokens' embeddings.
-          tokens: their ids; anything at padding.
+          embedded: floating[B, T, hidden], the tokens' embeddings.
+          tokens: int32[B, T], their ids; anything at padding.
           meta: the call's metadata.
           cross_layer: the caller's value; the place for tokens before this call.
-          draft_input: the caller's.
+          draft_input: the caller's floating[B, T, ...], or None.
 
         Returns:
           What the first layer gets, floating[B, T, hidden].

@@ -51,7 +51,7 @@ class PagedRows:
           ValueError: a size below 1, a format without pages, or more rows than an int32 names.
         """
         size = page_bytes(tokens_per_page, fmt)
-        check_count("num_pages", num_pages)
+        checks.check_count("num_pages", num_pages)
         _check_num_rows("paged", num_pages * tokens_per_page)  # before they are allocated
         pages = jnp.zeros((num_pages, size), jnp.uint8)
         return cls.view(pages, tokens_per_page=tokens_per_page, fmt=fmt)
@@ -112,7 +112,7 @@ def page_bytes(tokens_per_page: int, fmt: KVCacheFormat) -> int:
             f"fmt: expected a format whose scales follow all its data, got {fmt.name}, which the "
             f"engines keep token-interleaved in their pages too"
         )
-    check_count("tokens_per_page", tokens_per_page)
+    checks.check_count("tokens_per_page", tokens_per_page)
     unit = max(512, fmt.data_bytes)
     size = -(-tokens_per_page * fmt.row_bytes // unit) * unit
     if size > checks.INT32_MAX:
@@ -219,12 +219,6 @@ def _parts(paged: PagedRows, token: Int32[Array, " n"]) -> list[tuple[int, Int32
 def is_valid_slot(paged: PagedRows, slots: Int32[Array, "*n"]) -> Bool[Array, "*n"]:
     """True where a slot names a row."""
     return (slots >= 0) & (slots < paged.num_rows)
-
-
-def check_count(name: str, value: object) -> None:
-    """Raises ValueError unless the value is an integer of 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
 
 
 def _check_num_rows(name: str, num_rows: int) -> None:

@@ -108,8 +108,7 @@ class PrefillMetadata:
           ValueError: a wrong shape or dtype; known values that are out of range, or give two
             requests one state slot.
         """
-        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
-            raise ValueError(f"max_tokens: expected an integer of 1 or more, got {max_tokens!r}")
+        checks.check_count("max_tokens", max_tokens)
         state_ids = checks.as_int32("state_ids", state_ids)
         checks.check_shape("state_ids", state_ids, (None,))
         starts, lengths = checks.as_int32("starts", starts), checks.as_int32("lengths", lengths)

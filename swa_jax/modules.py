@@ -42,17 +42,19 @@ class DecoderLayer(nn.Module):
         extra: ExtraKV | None = None,
         cross_layer: Any = None,
     ) -> Any:
-        """The layer's output and, as far as there are any, its new rows and the cross-layer value.
+        """The layer's output; its new rows and the cross-layer value if such were given.
 
         Args:
           x: floating[B, T, hidden].
           rows: as of the attention, and so are meta and extra.
           meta: the kind of call.
           extra: a compressed cache.
-          cross_layer: whatever layers hand to each other: any pytree. The layer itself does not
-            read it; its extra_hook may, and may change it.
+          cross_layer: whatever layers hand to each other: any pytree, {} to begin with. The layer
+            itself does not read it; its extra_hook may, and may change it.
         """
-        return _given(*self.run(x, rows, meta, extra, cross_layer))
+        given = cross_layer is not None
+        x, rows, cross_layer = self.run(x, rows, meta, extra, cross_layer)
+        return _results(x, rows, given, cross_layer)
 
     @nn.compact
     def run(
@@ -156,7 +158,7 @@ class Decoder(nn.Module):
         positions: Int[Array, "b t"] | None = None,
         segment_ids: Int[Array, "b t"] | None = None,
     ) -> Any:
-        """Hidden states and, as far as there are any, the new cache and the cross-layer value.
+        """Hidden states; the new cache and the cross-layer value if such were given.
 
         Args:
           tokens: integers[B, T], token ids. One outside the vocabulary counts as the nearest;
@@ -166,7 +168,7 @@ class Decoder(nn.Module):
           extra: compressed caches: one for each layer, None where a layer has none; or one that all
             layers read. Their indices are integers[B * T, K].
           cross_layer: any pytree, handed to the embed_hook, then from layer to layer through their
-            extra_hooks. It comes back last.
+            extra_hooks. It comes back last. Without one, what hooks leave ends here.
           draft_input: floating[B, T, ...], what a draft model is given beside its tokens, such as
             hidden states of the model it drafts for. For the embed_hook, which must be there.
           positions: integers[B, T], without a cache only: 0 to T - 1 by default.
@@ -174,7 +176,7 @@ class Decoder(nn.Module):
 
         Returns:
           hidden, config.dtype[B, T, hidden], zero at padding; a tuple of it, the cache and the
-          cross-layer value if there is one of these.
+          cross-layer value if one of these was given.
 
         Raises:
           ValueError: a wrong shape or dtype, or a cache that is not this decoder's.
@@ -193,6 +195,7 @@ class Decoder(nn.Module):
         if draft_input is not None and self.embed_hook is None:
             raise ValueError("draft_input: expected an embed_hook that reads it, got none")
         extras = self._extra_of_layers(extra)
+        given = cross_layer is not None
         dtype = jnp.dtype(config.layers[0].dtype)
         known = jnp.clip(tokens, 0, config.vocab_size - 1)
         x = jnp.take(self.embedding, known, axis=0).astype(dtype)
@@ -212,7 +215,7 @@ class Decoder(nn.Module):
                 if cache is not None:
                     cache = cache.with_layer(i, rows)
         hidden = jnp.where(meta.positions[..., None] >= 0, self.norm(x), jnp.zeros((), dtype))
-        return _given(hidden, cache, cross_layer)
+        return _results(hidden, cache, given, cross_layer)
 
     def logits(self, hidden: Float[Array, "*n hidden"]) -> Float32[Array, "*n vocab"]:
         """Vocabulary scores of hidden states.
@@ -290,7 +293,7 @@ class _Norm(nn.Module):
         return transforms.rms_norm(x, weight, self.config.norm_eps).astype(x.dtype)
 
 
-def _given(first: Any, *others: Any) -> Any:
-    """`first` alone, or a tuple of it and those of the others that are not None."""
-    given = [other for other in others if other is not None]
-    return (first, *given) if given else first
+def _results(x: Any, cache: Any, given: bool, cross_layer: Any) -> Any:
+    """x alone, or a tuple with the cache, if there is one, and the cross-layer value, if given."""
+    results = (x, *(() if cache is None else (cache,)), *((cross_layer,) if given else ()))
+    return results if len(results) > 1 else x

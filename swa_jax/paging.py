@@ -12,7 +12,6 @@ from pallas_kernels.serialization import register_serialization
 from pallas_kernels.storage import check_rows, is_valid_index
 from swa_jax.layouts import (
     PagedRows,
-    check_count,
     check_paged,
     is_valid_slot,
     load_paged,
@@ -70,7 +69,7 @@ class PageAddresses:
         """
         if not isinstance(geometry, RingGeometry):
             raise ValueError(f"geometry: expected a RingGeometry, got {type(geometry).__name__}")
-        check_count("tokens_per_page", tokens_per_page)
+        checks.check_count("tokens_per_page", tokens_per_page)
         state_ids = checks.as_int32("state_ids", state_ids)
         checks.check_shape("state_ids", state_ids, (None,))
         if first_positions is None:

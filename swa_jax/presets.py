@@ -15,50 +15,35 @@ from swa_jax.rotary import YarnScaling
 COMPRESSED_ROPE_THETA = 160000.0
 YARN = YarnScaling(factor=16.0, original_max_positions=65536, beta_fast=32.0, beta_slow=1.0)
 
+_V4_FLASH = AttentionConfig(
+    hidden_size=4096,
+    num_heads=64,
+    q_lora_rank=1024,
+    o_groups=8,
+    o_lora_rank=1024,
+    norm_eps=1e-6,
+    query_norm=True,
+    fmt=V4,
+    scale_floor="amax",
+    dtype="bfloat16",
+    param_dtype="bfloat16",
+)
+_V4_PRO = dataclasses.replace(
+    _V4_FLASH, hidden_size=7168, num_heads=128, q_lora_rank=1536, o_groups=16
+)
+_V41_FLASH = dataclasses.replace(
+    _V4_FLASH, hidden_size=5120, q_lora_rank=1280, norm_eps=1e-20, query_norm=False, fmt=V41
+)
+
 
 def v4_flash() -> DecoderConfig:
     """DeepSeek-V4-Flash: 43 layers of 64 heads, the first two with their window only."""
-    window = AttentionConfig(
-        hidden_size=4096,
-        num_heads=64,
-        q_lora_rank=1024,
-        o_groups=8,
-        o_lora_rank=1024,
-        norm_eps=1e-6,
-        query_norm=True,
-        fmt=V4,
-        dtype="bfloat16",
-        param_dtype="bfloat16",
-    )
-    compressed = _with_compressed_cache(window, V4)
-    return DecoderConfig(
-        vocab_size=129280,
-        num_layers=43,
-        attention=(window,) * 2 + (compressed,) * 41,
-        mlp_size=(6 + 1) * 2048,
-    )
+    return _decoder(_V4_FLASH, V4, window_only=2, num_layers=43, expert_size=2048)
 
 
 def v4_pro() -> DecoderConfig:
     """DeepSeek-V4-Pro: 61 layers of 128 heads, each with a compressed cache."""
-    window = AttentionConfig(
-        hidden_size=7168,
-        num_heads=128,
-        q_lora_rank=1536,
-        o_groups=16,
-        o_lora_rank=1024,
-        norm_eps=1e-6,
-        query_norm=True,
-        fmt=V4,
-        dtype="bfloat16",
-        param_dtype="bfloat16",
-    )
-    return DecoderConfig(
-        vocab_size=129280,
-        num_layers=61,
-        attention=_with_compressed_cache(window, V4),
-        mlp_size=(6 + 1) * 3072,
-    )
+    return _decoder(_V4_PRO, V4, window_only=0, num_layers=61, expert_size=3072)
 
 
 def v41_flash() -> DecoderConfig:
@@ -66,26 +51,7 @@ def v41_flash() -> DecoderConfig:
 
     Its queries are not normalised, its rows are 528 bytes, those of the compressed cache 288.
     """
-    window = AttentionConfig(
-        hidden_size=5120,
-        num_heads=64,
-        q_lora_rank=1280,
-        o_groups=8,
-        o_lora_rank=1024,
-        norm_eps=1e-20,
-        query_norm=False,
-        fmt=V41,
-        scale_floor="amax",
-        dtype="bfloat16",
-        param_dtype="bfloat16",
-    )
-    compressed = _with_compressed_cache(window, V41_FP4)
-    return DecoderConfig(
-        vocab_size=129280,
-        num_layers=40,
-        attention=(window,) * 2 + (compressed,) * 38,
-        mlp_size=(6 + 1) * 2304,
-    )
+    return _decoder(_V41_FLASH, V41_FP4, window_only=2, num_layers=40, expert_size=2304)
 
 
 PRESETS = {"v4-flash": v4_flash, "v4-pro": v4_pro, "v41-flash": v41_flash}
@@ -98,7 +64,7 @@ def look_alike(config: DecoderConfig) -> DecoderConfig:
     heads and tokens shrink, and it computes in float32.
 
     Args:
-      config: a preset, or another decoder with at least 128 values in a row.
+      config: a preset, or another decoder whose rotation and formats fit rows of 128 values.
 
     Returns:
       Its first four layers, narrow: 4 heads of 128 values, a window of 16.
@@ -131,7 +97,21 @@ def look_alike(config: DecoderConfig) -> DecoderConfig:
     )
 
 
-def _with_compressed_cache(window: AttentionConfig, fmt: KVCacheFormat) -> AttentionConfig:
-    return dataclasses.replace(
-        window, rope_theta=COMPRESSED_ROPE_THETA, rope_scaling=YARN, extra_fmt=fmt
+def _decoder(
+    window: AttentionConfig,
+    extra_fmt: KVCacheFormat,
+    *,
+    window_only: int,
+    num_layers: int,
+    expert_size: int,
+) -> DecoderConfig:
+    """Layers with their window only, then those with a compressed cache too."""
+    compressed = dataclasses.replace(
+        window, rope_theta=COMPRESSED_ROPE_THETA, rope_scaling=YARN, extra_fmt=extra_fmt
+    )
+    return DecoderConfig(
+        vocab_size=129280,
+        num_layers=num_layers,
+        attention=(window,) * window_only + (compressed,) * (num_layers - window_only),
+        mlp_size=(6 + 1) * expert_size,  # six routed experts and the shared one
     )

@@ -139,10 +139,7 @@ def _padded(tokens: np.ndarray, value: int) -> np.ndarray:
 
 
 def _apply_whole(model, params, tokens):
-    hidden = model.apply(params, tokens)
-    if isinstance(hidden, tuple):  # extra_hooks have left a value for other layers
-        hidden = hidden[0]
-    return model.apply(params, hidden, method="logits")
+    return model.apply(params, model.apply(params, tokens), method="logits")
 
 
 _whole = jax.jit(_apply_whole, static_argnums=0)

@@ -117,20 +117,21 @@ def _outputs(leaf: Leaf, value: Any, dtype: str | None, names: Names) -> Iterato
     parts_of_layer = len(leaf.parts) // (leaf.layers or 1)
     start = 0
     for i, part in enumerate(leaf.parts):
-        first = i % parts_of_layer == 0
-        start = 0 if first else start + leaf.parts[i - 1].shape[0]
-        kept = np.dtype(value.dtype)
-        quantized = dtype == "e4m3" and leaf.path[-1] not in _NOT_QUANTIZED
-        if len(part.shape) == 1 or dtype is None or (dtype == "e4m3" and not quantized):
-            stored = kept
-        else:
-            stored = E4M3 if quantized else np.dtype(jnp.dtype(dtype))
+        if i % parts_of_layer == 0:
+            start = 0
+        stored = np.dtype(value.dtype)
+        if len(part.shape) == 2:
+            if dtype == "e4m3" and leaf.path[-1] not in _NOT_QUANTIZED:
+                stored = E4M3
+            elif dtype in ("float32", "bfloat16"):
+                stored = np.dtype(jnp.dtype(dtype))
         entries = {part.name: (stored, part.shape)}
         if stored == E4M3:
             shape = scales_shape(part.shape, BLOCK_SIZES[0])
             entries[names.scale_name(part.name)] = (E8M0, shape)
         layer = None if leaf.layers is None else i // parts_of_layer
         yield _Output(value, layer, start, part, stored, entries)
+        start += part.shape[0]
 
 
 def _arrays(output: _Output) -> Sequence[np.ndarray]:

@@ -331,6 +331,35 @@ def test_a_hook_makes_a_compressed_cache_and_later_layers_share_it():
     assert largest_error(hidden, want) <= 1e-6
 
 
+def test_a_value_comes_back_to_who_gave_one_and_to_nobody_else():
+    config, params = mixed_decoder()
+    rows, indices = compressed(swa.V41_FP4)
+    extra = extra_of(rows, indices)
+    model = swa.Decoder(
+        config, extra_hooks=(None, *(lambda hidden, meta, given, left: (extra, "left"),) * 2)
+    )
+    cache = swa.RingCache.create(BATCH, LAYERS, config.geometry, config.fmt)
+    ends = [TOKENS] * BATCH
+    meta = swa.PrefillMetadata.build(config.geometry, [0, 1], [0, 0], ends, max_tokens=TOKENS)
+
+    def kinds(*arguments, **named):
+        results = []
+
+        def call(params):
+            found = model.apply(params, TOKEN_IDS, *arguments, **named)
+            found = found if isinstance(found, tuple) else (found,)
+            results.extend(type(part).__name__ for part in found[1:])
+            return found[0]
+
+        jax.eval_shape(call, params)
+        return results
+
+    assert kinds() == []
+    assert kinds(cache, meta) == ["RingCache"]
+    assert kinds(cross_layer={}) == ["str"]
+    assert kinds(cache, meta, cross_layer={}) == ["RingCache", "str"]
+
+
 class Bigrams(nn.Module):
     """Adds an embedding of each pair of tokens; the first follows the token that is handed over."""
 
