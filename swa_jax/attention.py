@@ -25,6 +25,7 @@ from swa_jax.config import AttentionConfig
 from swa_jax.heads import Rotation, attend_band, attend_indexed
 from swa_jax.layer_checks import check_call
 from swa_jax.metadata import DecodeMetadata, Metadata, PrefillMetadata, SequenceMetadata
+from swa_jax.verify import verify_attention
 
 AttentionParams = Mapping[str, Array]
 
@@ -171,9 +172,13 @@ def decode_attention(
         scale_floor=config.scale_floor,
         implementation=implementation,
     )
-    out = attend_indexed(
-        q, rotation, rows, meta.indices, params["sinks"], extra, config, implementation
-    )
+    if q.shape[1] > 1:
+        sinks = params["sinks"]
+        out = verify_attention(q, rows, meta, sinks, rotation, extra, config, implementation)
+    else:
+        out = attend_indexed(
+            q, rotation, rows, meta.indices, params["sinks"], extra, config, implementation
+        )
     return out, rows
 
 

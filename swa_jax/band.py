@@ -36,7 +36,7 @@ def window_attention(
       queries that see it.
     """
     batch, tokens, heads, width = q.shape
-    size = _block_size(window)
+    size = min(_block_size(window), tokens)
     behind = -(-window // size) * size  # old rows of a block, a whole number of blocks
     blocks = -(-tokens // size)
     per_group = max(1, _GROUP_SCORES // (batch * heads * size * (size + behind)))

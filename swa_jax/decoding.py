@@ -108,11 +108,11 @@ def decode_block(
     def step(state: DecodeState, _):
         live = state.remaining > 0
         place = jnp.where(live, state.positions, -1)
-        logits, cache = _decode_step(
-            model, params, state.cache, state.state_ids, state.tokens, place
+        logits, cache = decode_step(
+            model, params, state.cache, state.state_ids, state.tokens[:, None], place[:, None]
         )
         following = state.positions + 1
-        token = sample(logits, following, state.sampling)
+        token = sample(logits[:, 0], following, state.sampling)
         stops = jnp.any(token[:, None] == state.stop_tokens, axis=1)
         state = dataclasses.replace(
             state,
@@ -154,11 +154,45 @@ def replay(
     def step(carry, column):
         cache, position = carry
         place = jnp.where(column >= 0, position, -1)
-        logits, cache = _decode_step(model, params, cache, state_ids, column, place)
-        return (cache, position + 1), logits
+        logits, cache = decode_step(
+            model, params, cache, state_ids, column[:, None], place[:, None]
+        )
+        return (cache, position + 1), logits[:, 0]
 
     (cache, _), logits = lax.scan(step, (cache, starts), tokens.T)
     return jnp.swapaxes(logits, 0, 1), cache
+
+
+def decode_step(
+    model: Decoder,
+    params: Params,
+    cache: RingCache,
+    state_ids: Int32[Array, " b"],
+    tokens: Int32[Array, "b t"],
+    positions: Int32[Array, "b t"],
+) -> tuple[Float32[Array, "b t vocab"], RingCache]:
+    """Scores after each of T tokens of each request, stored before they are read.
+
+    Args:
+      model: the decoder.
+      params: its variables.
+      cache: the rings.
+      state_ids: int32[B].
+      tokens: int32[B, T]; T is at most geometry.max_tokens_per_step.
+      positions: int32[B, T], consecutive for each request; -1 for padding, last, which stores
+        nothing.
+
+    Returns:
+      float32[B, T, vocab], entry t scores the token after token t, and means nothing at padding;
+      and the new cache.
+
+    Raises:
+      ValueError: as DecodeMetadata.build.
+    """
+    meta = DecodeMetadata.build(cache.geometry, state_ids, positions)
+    hidden, cache = _apply(model, params, tokens, cache, meta)
+    logits: Any = model.apply(params, hidden, method="logits")
+    return logits, cache
 
 
 def prefill(
@@ -330,15 +364,6 @@ def token_limits(max_new_tokens: int | Sequence[int], batch: int) -> Int32[np.nd
             f"{max_new_tokens!r}"
         )
     return np.broadcast_to(limits, (batch,)).astype(np.int32)
-
-
-def _decode_step(
-    model, params, cache, state_ids, tokens, positions
-) -> tuple[Float32[Array, "b vocab"], RingCache]:
-    """Scores after one token of each request; a position of -1 does nothing."""
-    meta = DecodeMetadata.build(cache.geometry, state_ids, positions[:, None])
-    hidden, cache = _apply(model, params, tokens[:, None], cache, meta)
-    return model.apply(params, hidden[:, 0], method="logits"), cache
 
 
 def _apply(model, params, tokens, cache, meta) -> tuple[Float[Array, "b t hidden"], RingCache]:

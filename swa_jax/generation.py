@@ -1,4 +1,4 @@
-"""Text out of prompts: the host's loop around jitted prefill and decode blocks."""
+"""Text out of prompts: the host's loop around jitted prefill, decode and verify blocks."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,9 +7,11 @@ from tqdm import tqdm
 
 from pallas_kernels import checks
 from swa_jax.cache import RingCache
-from swa_jax.decoding import Params, Prompt, begin, decode_block, token_limits
+from swa_jax.decoding import DecodeState, Params, Prompt, begin, decode_block, token_limits
+from swa_jax.drafting import Drafter, NGramDrafter
 from swa_jax.modules import Decoder
 from swa_jax.sampling import Sampling
+from swa_jax.speculation import check_draft_tokens, speculate_block
 
 
 def stream(
@@ -20,6 +22,9 @@ def stream(
     max_new_tokens: int | Sequence[int],
     sampling: Sampling | None = None,
     stop_tokens: Sequence[int] = (),
+    draft_tokens: int = 0,
+    drafter: Drafter | None = None,
+    drafter_params: Params = None,
     block_steps: int = 32,
     prefill_chunk: int = 256,
 ) -> Iterator[list[list[int]]]:
@@ -32,19 +37,27 @@ def stream(
       max_new_tokens: for all requests or for each.
       sampling: how tokens are chosen; greedy by default.
       stop_tokens: token ids that end a request; they are not part of the result.
-      block_steps: tokens per request between two words to the host.
+      draft_tokens: drafts verified in a step, 0 to capacity - window; 0: none. The tokens stay the
+        same, up to ties; how fast they come is what drafts change.
+      drafter: who drafts; an NGramDrafter by default.
+      drafter_params: the variables of a drafter that has any.
+      block_steps: most tokens per request between two words to the host.
       prefill_chunk: most tokens of a prompt in one call.
 
     Yields:
       The new tokens of each request, after the prefill and after each block.
 
     Raises:
-      ValueError: an empty prompt, a token id or a limit out of range.
+      ValueError: an empty prompt, a token id or a limit out of range, more drafts than the ring
+        has room for, or a drafter without draft_tokens.
     """
     checks.check_count("block_steps", block_steps)
     if len(prompts) == 0:
         raise ValueError("prompts: expected at least one prompt, got none")
     config = model.config
+    check_draft_tokens(config.geometry, draft_tokens)
+    if draft_tokens == 0 and (drafter is not None or drafter_params is not None):
+        raise ValueError("draft_tokens: expected 1 or more with a drafter, got 0")
     cache = RingCache.create(len(prompts), config.num_layers, config.geometry, config.fmt)
     state = begin(
         model,
@@ -59,9 +72,17 @@ def stream(
     first = np.asarray(state.tokens)
     stopped = np.any(first[:, None] == np.asarray(state.stop_tokens), axis=1)
     yield [[] if stop else [int(token)] for token, stop in zip(first, stopped, strict=True)]
-    while np.any(np.asarray(state.remaining) > 0):
-        state, tokens = decode_block(model, params, state, block_steps)
-        yield [row[row >= 0].tolist() for row in np.asarray(tokens)]
+    if draft_tokens == 0:
+        blocks = _decode_blocks(model, params, state, block_steps)
+    else:
+        drafter = NGramDrafter() if drafter is None else drafter
+        memory = drafter.begin(model, drafter_params, prompts, state, draft_tokens=draft_tokens)
+        steps = max(1, block_steps // (draft_tokens + 1))
+        blocks = _verify_blocks(
+            model, params, state, drafter, drafter_params, memory, steps, draft_tokens
+        )
+    for block in blocks:
+        yield [row[row >= 0].tolist() for row in block]
 
 
 def generate(
@@ -72,6 +93,9 @@ def generate(
     max_new_tokens: int | Sequence[int],
     sampling: Sampling | None = None,
     stop_tokens: Sequence[int] = (),
+    draft_tokens: int = 0,
+    drafter: Drafter | None = None,
+    drafter_params: Params = None,
     block_steps: int = 32,
     prefill_chunk: int = 256,
     progress: bool = False,
@@ -85,7 +109,11 @@ def generate(
       max_new_tokens: for all requests or for each.
       sampling: how tokens are chosen; greedy by default.
       stop_tokens: token ids that end a request; they are not part of the result.
-      block_steps: tokens per request between two words to the host.
+      draft_tokens: drafts verified in a step, 0 to capacity - window; 0: none. The tokens stay the
+        same, up to ties; how fast they come is what drafts change.
+      drafter: who drafts; an NGramDrafter by default.
+      drafter_params: the variables of a drafter that has any.
+      block_steps: most tokens per request between two words to the host.
       prefill_chunk: most tokens of a prompt in one call.
       progress: show a progress bar on standard error.
 
@@ -93,7 +121,8 @@ def generate(
       The new tokens of each request, without prompt and stop token.
 
     Raises:
-      ValueError: an empty prompt, a token id or a limit out of range.
+      ValueError: an empty prompt, a token id or a limit out of range, more drafts than the ring
+        has room for, or a drafter without draft_tokens.
     """
     blocks = stream(
         model,
@@ -102,6 +131,9 @@ def generate(
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         stop_tokens=stop_tokens,
+        draft_tokens=draft_tokens,
+        drafter=drafter,
+        drafter_params=drafter_params,
         block_steps=block_steps,
         prefill_chunk=prefill_chunk,
     )
@@ -113,3 +145,30 @@ def generate(
                 result.extend(new)
             bar.update(sum(map(len, block)))
     return results
+
+
+def _decode_blocks(model, params, state: DecodeState, steps) -> Iterator[np.ndarray]:
+    while _unfinished(state):
+        state, tokens = decode_block(model, params, state, steps)
+        yield np.asarray(tokens)
+
+
+def _verify_blocks(
+    model, params, state: DecodeState, drafter, drafter_params, memory, steps, draft_tokens
+) -> Iterator[np.ndarray]:
+    while _unfinished(state):
+        state, memory, tokens, _ = speculate_block(
+            model,
+            params,
+            state,
+            drafter,
+            drafter_params,
+            memory,
+            steps=steps,
+            draft_tokens=draft_tokens,
+        )
+        yield np.asarray(tokens)
+
+
+def _unfinished(state: DecodeState) -> bool:
+    return bool(np.any(np.asarray(state.remaining) > 0))

@@ -1,0 +1,89 @@
+"""Attention of a step of several tokens: a verify step, or a few tokens of a prompt.
+
+Where kernels run, each query gathers its window by index. Elsewhere the windows of a request's
+queries, which differ in a row or two, are gathered and decoded once.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels import ExtraKV, KVRows, dequantize_rows, load_rows
+from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.indexed_attention import OPERATION as INDEXED_ATTENTION
+from swa_jax.config import AttentionConfig
+from swa_jax.heads import Rotation, attend_band, attend_indexed
+from swa_jax.metadata import DecodeMetadata
+
+
+def verify_attention(
+    q: Float[Array, "b t h d"],
+    rows: KVRows,
+    meta: DecodeMetadata,
+    sink: Float[Array, " h"],
+    rotation: Rotation,
+    extra: ExtraKV | None,
+    config: AttentionConfig,
+    implementation: Implementation = None,
+) -> Float[Array, "b t h d"]:
+    """Each query attends to the rows of its window, which are stored already.
+
+    Args:
+      q: floating[B, T, H, D], queries before norm and rotation.
+      rows: the layer's view of the cache, with the rows of this step.
+      meta: addresses of the step.
+      sink: floating[H].
+      rotation: cosines and sines at the queries' positions.
+      extra: a compressed cache in the same softmax, its indices [B * T, K]; or None.
+      config: the layer's configuration.
+      implementation: None, "xla", "triton" or "interpret".
+
+    Returns:
+      q's dtype[B, T, H, D], rotated back; 0 where a query sees nothing.
+
+    Raises:
+      NotImplementedError: the implementation named cannot do it.
+    """
+    return _OPERATION(implementation, q, rows, meta, sink, *rotation, extra, config=config)
+
+
+def _by_band(q, rows, meta, sink, cos, sin, extra, *, config: AttentionConfig):
+    slots = _band_slots(meta)
+    decoded = dequantize_rows(load_rows(rows, slots), rows.fmt)
+    segments = jnp.where(slots >= 0, 0, -1)
+    return attend_band(q, (cos, sin), decoded, segments, sink, extra, config)
+
+
+def _by_index(
+    q, rows, meta, sink, cos, sin, extra, *, config: AttentionConfig, card: str, interpret: bool
+):
+    del card  # the operation inside asks for itself
+    implementation = "interpret" if interpret else "triton"
+    return attend_indexed(q, (cos, sin), rows, meta.indices, sink, extra, config, implementation)
+
+
+def _band_slots(meta: DecodeMetadata) -> Int32[Array, "b kt"]:
+    """The slots of the W - 1 positions before each request's first one, and of its T own."""
+    batch, tokens = meta.positions.shape
+    window = meta.geometry.window
+    # The first query's window has its oldest row first: moved to the end, its own row is last.
+    first = meta.indices.reshape(batch, tokens, window)[:, 0]
+    missing = jnp.maximum(window - 1 - meta.positions[:, :1], 0)
+    column = jnp.arange(window - 1, dtype=jnp.int32)[None, :] - missing
+    before = jnp.take_along_axis(first, jnp.clip(column, 0, window - 1), axis=1)
+    before = jnp.where(column >= 0, before, -1)
+    return jnp.concatenate([before, meta.slots.reshape(batch, tokens)], axis=1)
+
+
+def _refusal(q, rows, meta, sink, cos, sin, extra, *, config: AttentionConfig) -> str | None:
+    def flat(array):
+        return jax.eval_shape(lambda x: x.reshape(-1, *x.shape[2:]), array)
+
+    angle = None if config.hadamard else flat(cos)
+    return INDEXED_ATTENTION.refusal(
+        flat(q), rows, meta.indices, None, extra, sink, None, angle, angle,
+        query_norm_eps=None, pairing=config.pairing, output_format=None,
+    )  # fmt: skip
+
+
+_OPERATION = Operation("verify_attention", _by_band, _by_index, _refusal)
