@@ -1,0 +1,294 @@
+r"""Speculative decoding with the byte model: what drafts cost, and what they bring.
+
+python examples/speculative_decode.py
+python examples/speculative_decode.py --drafter layers:1 --temperature 0
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import byte_text
+import jax
+import numpy as np
+from generate import PROMPT, WEIGHTS, load_model
+from tqdm import tqdm
+
+import swa_jax as swa
+from swa_jax.decoding import DecodeState, begin, decode_block
+from swa_jax.drafting import Drafter, ModelDrafter, NGramDrafter
+from swa_jax.speculation import check_draft_tokens, speculate_block
+
+STEPS = 32  # plain steps between two words to the host; verify steps by as many tokens
+REPETITIVE = "\n".join(
+    f'    def test_{name}(self):\n        self.assertEqual(len(self.{name}), 0)\n'
+    for name in ("first", "second", "third", "fourth", "fifth")
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class Result:
+    """One text with one number of drafts.
+
+    Attributes:
+      prompt: its name.
+      draft_tokens: drafts verified in a step.
+      drafted_per_step, accepted_per_step: drafts proposed, and accepted, in a verify step.
+      step_cost: time of a step (draft, verify, accept) in plain steps, median of the rounds.
+      break_even: drafts that must be accepted per step to be as fast as plain decoding.
+      speed: plain time by speculative time for the same tokens, median of the rounds.
+      lowest, highest: of that over the rounds.
+      equal: whether the tokens are the recompute's, up to ties.
+      ties: tokens that tie with the recompute's choice.
+    """
+
+    prompt: str
+    draft_tokens: int
+    drafted_per_step: float
+    accepted_per_step: float
+    step_cost: float
+    break_even: float
+    speed: float
+    lowest: float
+    highest: float
+    equal: bool
+    ties: int
+
+
+@dataclasses.dataclass
+class Timed:
+    """Tokens of one request, the seconds and the steps they took, and what became of drafts."""
+
+    tokens: list[int]
+    seconds: float
+    steps: int
+    drafted: int = 0
+    accepted: int = 0
+
+
+class Text:
+    """One prompt, to be continued several times from the same state."""
+
+    def __init__(self, model: swa.Decoder, variables: Any, prompt: bytes, limit: int, sampling):
+        self.model, self.variables, self.sampling = model, variables, sampling
+        self.prompt, self.limit = [byte_text.BOUNDARY, *prompt], limit
+
+    def begin(self) -> DecodeState:
+        config = self.model.config
+        return begin(
+            self.model,
+            self.variables,
+            swa.RingCache.create(1, config.num_layers, config.geometry, config.fmt),
+            [self.prompt],
+            max_new_tokens=self.limit,
+            sampling=self.sampling,
+            stop_tokens=[byte_text.BOUNDARY],
+        )
+
+    def plain(self) -> Timed:
+        state = self.begin()
+        found = Timed([int(state.tokens[0])], 0, 0)
+        started = time.perf_counter()
+        while int(state.remaining[0]) > 0:
+            state, tokens = decode_block(self.model, self.variables, state, STEPS)
+            new = np.asarray(tokens)[0]
+            found.tokens += new[new >= 0].tolist()
+            found.steps += STEPS
+        found.seconds = time.perf_counter() - started
+        return found
+
+    def speculative(self, drafter: Drafter, drafter_variables: Any, draft_tokens: int) -> Timed:
+        state = self.begin()
+        found = Timed([int(state.tokens[0])], 0, 0)
+        memory = drafter.begin(
+            self.model, drafter_variables, [self.prompt], state, draft_tokens=draft_tokens
+        )
+        steps = max(1, STEPS // (draft_tokens + 1))
+        started = time.perf_counter()
+        while int(state.remaining[0]) > 0:
+            state, memory, tokens, counts = speculate_block(
+                self.model,
+                self.variables,
+                state,
+                drafter,
+                drafter_variables,
+                memory,
+                steps=steps,
+                draft_tokens=draft_tokens,
+            )
+            new = np.asarray(tokens)[0]
+            found.tokens += new[new >= 0].tolist()
+            found.steps += int(counts.steps[0])
+            found.drafted += int(counts.drafted[0])
+            found.accepted += int(counts.accepted[0])
+        found.seconds = time.perf_counter() - started
+        return found
+
+
+def measure(
+    name: str, text: Text, drafter: Drafter, variables: Any, draft_tokens: int, rounds: int
+) -> Result:
+    """Plain and speculative decoding in turn; the first round compiles and is not counted."""
+    pairs = [
+        (text.plain(), text.speculative(drafter, variables, draft_tokens))
+        for _ in range(rounds + 1)
+    ][1:]
+    speeds = [plain.seconds / other.seconds for plain, other in pairs]
+    costs = [
+        (other.seconds / other.steps) / (plain.seconds / plain.steps)
+        for plain, other in pairs
+        if other.steps and plain.steps
+    ]
+    _, last = pairs[-1]
+    found = swa.compare_with_recompute(
+        text.model, text.variables, text.prompt, last.tokens, text.sampling
+    )
+    cost = float(np.median(costs))
+    return Result(
+        prompt=name,
+        draft_tokens=draft_tokens,
+        drafted_per_step=last.drafted / last.steps,
+        accepted_per_step=last.accepted / last.steps,
+        step_cost=cost,
+        break_even=max(cost - 1, 0.0),
+        speed=float(np.median(speeds)),
+        lowest=min(speeds),
+        highest=max(speeds),
+        equal=found.equal,
+        ties=found.ties,
+    )
+
+
+def find_drafter(
+    name: str, model: swa.Decoder, variables: dict[str, Any]
+) -> tuple[Drafter, dict[str, Any] | None]:
+    """The drafter of a name on the command line, and its variables.
+
+    Args:
+      name: "ngram"; "layers:N", the model's own first N layers; or a file of train_bytes.py.
+      model: the decoder it drafts for.
+      variables: that decoder's.
+
+    Raises:
+      ValueError: no such drafter.
+    """
+    if name == "ngram":
+        return NGramDrafter(), None
+    if not name.startswith("layers:"):
+        smaller, its_own = load_model(Path(name))
+        return ModelDrafter(smaller), its_own
+    count, config = name.removeprefix("layers:"), model.config
+    if not count.isdecimal() or not 1 <= int(count) <= config.num_layers:
+        raise ValueError(f"--drafter: expected layers:1 to layers:{config.num_layers}, got {name}")
+    first = dataclasses.replace(
+        config, num_layers=int(count), attention=config.layers[: int(count)]
+    )
+    dropped = {f"layers_{i}" for i in range(int(count), config.num_layers)}
+    kept = {key: value for key, value in variables["params"].items() if key not in dropped}
+    return ModelDrafter(swa.Decoder(first)), {"params": kept}
+
+
+def print_results(results: Sequence[Result]) -> None:
+    """A table on standard output."""
+    print(
+        f"{'text':12} drafts  drafted/step  accepted/step  step cost  break-even  "
+        "speed (lowest to highest)  tokens"
+    )
+    for r in results:
+        verdict = "equal" if r.equal else "DIFFER"
+        print(
+            f"{r.prompt:12} {r.draft_tokens:6d}  {r.drafted_per_step:12.2f}  "
+            f"{r.accepted_per_step:13.2f}  {r.step_cost:9.2f}  {r.break_even:10.2f}  "
+            f"{r.speed:5.2f}x ({r.lowest:.2f} to {r.highest:.2f})      "
+            f"{verdict}, {r.ties} ties"
+        )
+    print(
+        "\nstep cost: a step with its drafts, in plain steps. break-even: drafts that must be\n"
+        "accepted per step to be as fast as plain decoding. speed: against plain decoding of the\n"
+        "same tokens in the same run, medians. tokens: against a full recompute without a cache."
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = _Parser(
+        prog="speculative_decode.py",
+        description="Measures speculative decoding against plain decoding of the same tokens.",
+    )
+    add = parser.add_argument
+    add("prompt", nargs="?", metavar="PROMPT",
+        help="text to continue; by default one ordinary and one repetitive text")  # fmt: skip
+    add("--bytes", type=int, default=300, metavar="N", help="bytes to generate (300)")
+    add("--drafts", default="1,3,5,6", metavar="K,K",
+        help="drafts in a verify step, 1 to 6 with the shipped model (1,3,5,6)")  # fmt: skip
+    add("--drafter", default="ngram", metavar="NAME",
+        help="ngram: what followed the same bytes before; layers:N: the model's own first N "
+        "layers; or a file written by train_bytes.py (ngram)")  # fmt: skip
+    add("--temperature", type=float, default=0.7, help="0 takes the likeliest byte each time (0.7)")
+    add("--seed", type=int, default=0, help="decides what is sampled (0)")
+    add("--rounds", type=int, default=5, metavar="N", help="paired measurements (5)")
+    add("--weights", type=Path, default=WEIGHTS, help="file written by train_bytes.py (shipped)")
+    add("--report", type=Path, metavar="FILE", help="write the figures as JSON")
+    options = parser.parse_args(arguments)
+    if not 2 <= options.bytes < 2**31:
+        parser.error(f"argument --bytes: expected 2 to {2**31 - 1}, got {options.bytes}")
+    if options.rounds < 1:
+        parser.error(f"argument --rounds: expected 1 or more, got {options.rounds}")
+    if not 0 <= options.seed < 2**32:
+        parser.error(f"argument --seed: expected 0 to {2**32 - 1}, got {options.seed}")
+    if options.report is not None and not options.report.parent.is_dir():
+        parser.error(f"argument --report: expected a file in a folder, got {options.report}")
+    counts = options.drafts.split(",")
+    if not all(count.isdecimal() and int(count) > 0 for count in counts):
+        parser.error(f"argument --drafts: expected numbers from 1, got {options.drafts}")
+    options.drafts = [int(count) for count in counts]
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command line; returns the exit status."""
+    options = parse_arguments(arguments)
+    try:
+        model, variables = load_model(options.weights)
+        for count in options.drafts:
+            check_draft_tokens(model.config.geometry, count)
+        drafter, drafter_variables = find_drafter(options.drafter, model, variables)
+        sampling = swa.Sampling.build(
+            1, temperature=options.temperature, keys=jax.random.key(options.seed)[None]
+        )
+        if options.prompt is None:
+            prompts = {"ordinary": PROMPT.encode(), "repetitive": REPETITIVE.encode()}
+        else:
+            prompts = {"given": os.fsencode(options.prompt)}
+        texts = {
+            name: Text(model, variables, prompt, options.bytes, sampling)
+            for name, prompt in prompts.items()
+        }
+        cases = [(name, count) for name in texts for count in options.drafts]
+        results = [
+            measure(name, texts[name], drafter, drafter_variables, count, options.rounds)
+            for name, count in tqdm(cases, unit="case", disable=not sys.stderr.isatty())
+        ]
+    except (OSError, ValueError) as error:
+        print(f"speculative_decode.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print_results(results)
+    if options.report is not None:
+        report = {"drafter": options.drafter, "results": [dataclasses.asdict(r) for r in results]}
+        options.report.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if all(result.equal for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
