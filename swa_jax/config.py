@@ -187,7 +187,7 @@ class ExpertsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder: embedding, pre-norm layers with SwiGLU, final norm, vocabulary scores.
+    """A decoder: embedding, pre-norm layers with SwiGLU or experts, final norm, vocabulary scores.
 
     Attributes:
       vocab_size: number of token ids.
@@ -196,7 +196,8 @@ class DecoderConfig:
         hidden size, and what identifies a cache: window, drafts and row format.
       mlp_size: inner width of the SwiGLU; 0 with experts, which say their own.
       scan_layers: run the layers as one scanned layer over stacked parameters: many layers compile
-        in the time of one. The layers must be equal.
+        in the time of one. The layers must be equal. With experts, each step then copies all of a
+        layer's, where unrolled layers read those chosen.
       experts: a mixture of experts in place of every layer's SwiGLU, or None.
 
     Raises:
