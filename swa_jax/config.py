@@ -27,6 +27,7 @@ class AxisNames:
     kv: str = "kv"
     output_rank: str = "output_rank"
     layers: str = "layers"
+    experts: str = "experts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +100,7 @@ class AttentionConfig:
                 f"o_groups: expected a divisor of num_heads {self.num_heads}, got {self.o_groups}"
             )
         for name in ("rope_theta", "norm_eps"):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 < value <= sys.float_info.max:
-                raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
+            _check_positive(name, getattr(self, name))
         if self.rope_scaling is not None:
             if not isinstance(self.rope_scaling, YarnScaling):
                 raise ValueError(
@@ -113,8 +111,7 @@ class AttentionConfig:
                     f"rope_theta: expected more than 1 with rope_scaling, got {self.rope_theta!r}"
                 )
         for name in ("query_norm", "hadamard"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+            _check_bool(name, getattr(self, name))
         checks.check_choice("pairing", self.pairing, PAIRINGS)
         checks.check_choice("scale_floor", self.scale_floor, SCALE_FLOORS)
         _check_row_format("fmt", self.fmt, self.head_dim)
@@ -150,17 +147,58 @@ class AttentionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of a layer's SwiGLU.
+
+    Attributes:
+      num_experts: experts among which each token chooses.
+      top_k: how many it chooses.
+      expert_size: inner width of an expert, a SwiGLU.
+      shared_size: inner width of the SwiGLU that every token has besides; 0 for none.
+      scoring: what a token's products with the router become, in float32: "softmax" over the
+        experts, "sigmoid", or "sqrt_softplus", the square root of log(1 + exp(.)).
+      normalise_weights: whether the scores of those chosen are divided by their sum.
+      routed_scale: what their scores are multiplied by in the end.
+
+    Raises:
+      ValueError: a value is out of range, or two do not fit, with the reason.
+    """
+
+    num_experts: int
+    top_k: int
+    expert_size: int
+    shared_size: int = 0
+    scoring: str = "sqrt_softplus"
+    normalise_weights: bool = True
+    routed_scale: float = 1.0
+
+    def __post_init__(self):
+        for name in ("num_experts", "top_k", "expert_size"):
+            _check_int(name, getattr(self, name), 1)
+        _check_int("shared_size", self.shared_size, 0)
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k: expected at most num_experts {self.num_experts}, got {self.top_k}"
+            )
+        checks.check_choice("scoring", self.scoring, ("softmax", "sigmoid", "sqrt_softplus"))
+        _check_bool("normalise_weights", self.normalise_weights)
+        _check_positive("routed_scale", self.routed_scale)
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder: embedding, pre-norm layers with SwiGLU, final norm, vocabulary scores.
+    """A decoder: embedding, pre-norm layers with SwiGLU or experts, final norm, vocabulary scores.
 
     Attributes:
       vocab_size: number of token ids.
       num_layers: number of layers.
       attention: one configuration for all layers, or a tuple with one for each. All share the
         hidden size, and what identifies a cache: window, drafts and row format.
-      mlp_size: inner width of the SwiGLU.
+      mlp_size: inner width of the SwiGLU; 0 with experts, which say their own.
       scan_layers: run the layers as one scanned layer over stacked parameters: many layers compile
-        in the time of one. The layers must be equal.
+        in the time of one. The layers must be equal. With experts, each step then copies all of a
+        layer's, where unrolled layers read those chosen.
+      experts: a mixture of experts in place of every layer's SwiGLU, or None.
 
     Raises:
       ValueError: a value is out of range, or two do not fit, with the reason.
@@ -171,10 +209,12 @@ class DecoderConfig:
     attention: AttentionConfig | tuple[AttentionConfig, ...]
     mlp_size: int
     scan_layers: bool = False
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self):
-        for name in ("vocab_size", "num_layers", "mlp_size"):
+        for name in ("vocab_size", "num_layers"):
             _check_int(name, getattr(self, name), 1)
+        check_feed_forward(self.mlp_size, self.experts)
         if isinstance(self.attention, list):
             object.__setattr__(self, "attention", tuple(self.attention))
         layers = self.layers
@@ -194,8 +234,7 @@ class DecoderConfig:
                         f"attention: expected the same {name} in every layer, got {want} in layer "
                         f"0 and {got} in layer {i}"
                     )
-        if not isinstance(self.scan_layers, bool):
-            raise ValueError(f"scan_layers: expected True or False, got {self.scan_layers!r}")
+        _check_bool("scan_layers", self.scan_layers)
         if self.scan_layers and len(set(layers)) > 1:
             raise ValueError("scan_layers: expected equal layers, got different configurations")
 
@@ -247,7 +286,22 @@ class DecoderConfig:
             fields["attention"] = tuple(_attention_from(layer) for layer in attention)
         elif "attention" in fields:
             fields["attention"] = _attention_from(attention)
+        if fields.get("experts") is not None:
+            fields["experts"] = build(ExpertsConfig, fields["experts"])
         return build(cls, fields)
+
+
+def check_feed_forward(mlp_size: Any, experts: Any) -> None:
+    """Raises ValueError unless they are a SwiGLU's width and None, or 0 and experts."""
+    if experts is None:
+        _check_int("mlp_size", mlp_size, 1)
+    elif not isinstance(experts, ExpertsConfig):
+        raise ValueError(f"experts: expected an ExpertsConfig or None, got {experts!r}")
+    elif mlp_size != 0:
+        raise ValueError(
+            f"mlp_size: expected 0 with experts, whose expert_size and shared_size say their "
+            f"widths, got {mlp_size!r}"
+        )
 
 
 def _check_int(name: str, value: Any, smallest: int) -> None:
@@ -255,6 +309,17 @@ def _check_int(name: str, value: Any, smallest: int) -> None:
         raise ValueError(f"{name}: expected an integer of {smallest} or more, got {value!r}")
     if value > checks.INT32_MAX:
         raise ValueError(f"{name}: expected at most {checks.INT32_MAX}, got {value!r}")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected True or False, got {value!r}")
 
 
 def _check_row_format(name: str, fmt: KVCacheFormat, head_dim: int) -> None:

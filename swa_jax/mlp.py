@@ -14,6 +14,20 @@ kernel_init = nn.initializers.variance_scaling(
 """For kernels [out, in]."""
 
 
+def swiglu(
+    x: Float[Array, "*b hidden"],
+    gate: Float[Array, "size hidden"],
+    up: Float[Array, "size hidden"],
+    down: Float[Array, "hidden size"],
+) -> Float[Array, "*b hidden"]:
+    """down(silu(gate(x)) * up(x)), in x's dtype."""
+
+    def project(x, kernel):
+        return jnp.einsum("...i,oi->...o", x, kernel.astype(x.dtype))
+
+    return project(nn.silu(project(x, gate)) * project(x, up), down)
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)), kernels [out, in]."""
 
@@ -24,12 +38,12 @@ class SwiGLU(nn.Module):
     def __call__(self, x: Float[Array, "*b hidden"]) -> Float[Array, "*b hidden"]:
         """The sublayer's output, in x's dtype."""
         names, dtype = self.config.axis_names, jnp.dtype(self.config.param_dtype)
+        hidden = x.shape[-1]
 
-        def project(name, x, out, axes):
-            init = nn.with_logical_partitioning(kernel_init, axes)
-            kernel: Any = self.param(name, init, (out, x.shape[-1]), dtype)
-            return jnp.einsum("...i,oi->...o", x, kernel.astype(x.dtype))
+        def kernel(name, shape, axes) -> Any:
+            return self.param(name, nn.with_logical_partitioning(kernel_init, axes), shape, dtype)
 
-        gate = project("gate", x, self.size, (names.mlp, names.embed))
-        up = project("up", x, self.size, (names.mlp, names.embed))
-        return project("down", nn.silu(gate) * up, x.shape[-1], (names.embed, names.mlp))
+        gate = kernel("gate", (self.size, hidden), (names.mlp, names.embed))
+        up = kernel("up", (self.size, hidden), (names.mlp, names.embed))
+        down = kernel("down", (hidden, self.size), (names.embed, names.mlp))
+        return swiglu(x, gate, up, down)

@@ -11,20 +11,22 @@ from pallas_kernels import ExtraKV, KVRows, checks, transforms
 from pallas_kernels.dispatch import Implementation
 from swa_jax.attention_module import SlidingWindowAttention, sequence_metadata
 from swa_jax.cache import RingCache
-from swa_jax.config import AttentionConfig, DecoderConfig
+from swa_jax.config import AttentionConfig, DecoderConfig, ExpertsConfig, check_feed_forward
+from swa_jax.experts import Experts
 from swa_jax.hooks import EmbedHook, ExtraHook
 from swa_jax.metadata import Metadata
 from swa_jax.mlp import SwiGLU, kernel_init
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and SwiGLU, each with a residual.
+    """Pre-norm attention and SwiGLU or experts, each with a residual.
 
     Attributes:
       config: of the attention.
-      mlp_size: inner width of the SwiGLU.
+      mlp_size: inner width of the SwiGLU, 0 with experts.
       round_trip, implementation: as of SlidingWindowAttention.
       extra_hook: makes the compressed cache of a call, see `hooks.ExtraHook`.
+      experts: what takes the place of the SwiGLU, or None.
     """
 
     config: AttentionConfig
@@ -32,6 +34,7 @@ class DecoderLayer(nn.Module):
     round_trip: bool = True
     implementation: Implementation = None
     extra_hook: ExtraHook | None = None
+    experts: ExpertsConfig | None = None
 
     def __call__(
         self,
@@ -66,6 +69,7 @@ class DecoderLayer(nn.Module):
         cross_layer: Any,
     ) -> tuple[Float[Array, "b t hidden"], KVRows | None, Any]:
         """As the call: output, new rows and cross-layer value, each None if there is none."""
+        check_feed_forward(self.mlp_size, self.experts)
         attention = SlidingWindowAttention(
             self.config, self.round_trip, self.implementation, name="attention"
         )
@@ -85,7 +89,11 @@ class DecoderLayer(nn.Module):
             y, rows = attention(normalised, rows, meta, extra=extra)
         x = x + y
         normalised = _Norm(self.config, name="mlp_norm")(x)
-        x = x + SwiGLU(self.config, self.mlp_size, name="mlp")(normalised)
+        if self.experts is None:
+            x = x + SwiGLU(self.config, self.mlp_size, name="mlp")(normalised)
+        else:
+            valid = None if meta is None else meta.positions >= 0
+            x = x + Experts(self.config, self.experts, name="experts")(normalised, valid)
         return x, rows, cross_layer
 
 
@@ -139,10 +147,10 @@ class Decoder(nn.Module):
                 length=config.num_layers,
                 metadata_params={nn.PARTITION_NAME: names.layers},
             )
-            self.layers: Any = scanned(layers[0], *fields)
+            self.layers: Any = scanned(layers[0], *fields, config.experts)
         else:
             self.layers = [
-                DecoderLayer(layer, *fields, hook)
+                DecoderLayer(layer, *fields, hook, config.experts)
                 for layer, hook in zip(layers, hooks, strict=True)
             ]
 
@@ -264,13 +272,13 @@ class _ScannedLayer(nn.Module):
     mlp_size: int
     round_trip: bool
     implementation: Implementation
+    experts: ExpertsConfig | None
 
     @nn.compact
     def __call__(self, carry, number, meta, extra):
         x, cache = carry
-        layer = DecoderLayer(
-            self.config, self.mlp_size, self.round_trip, self.implementation, name="layer"
-        )
+        fields = (self.config, self.mlp_size, self.round_trip, self.implementation)
+        layer = DecoderLayer(*fields, experts=self.experts, name="layer")
         rows = None if cache is None else cache.layer(number)
         x, rows, _ = layer.run(x, rows, meta, extra, None)
         return (x, None if cache is None else cache.with_layer(number, rows)), None

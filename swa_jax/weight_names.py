@@ -174,7 +174,15 @@ def decoder_leaves(config: DecoderConfig, names: Names) -> list[Leaf]:
     Args:
       config: the decoder's configuration.
       names: the convention.
+
+    Raises:
+      ValueError: the decoder has experts.
     """
+    if config.experts is not None:
+        raise ValueError(
+            f"experts: expected None in a decoder under public names, whose layers have a SwiGLU, "
+            f"got {config.experts}; save_params and load_params keep any parameters"
+        )
     layers = [_layer_leaves(config, names, i) for i in range(config.num_layers)]
     if config.scan_layers:
         stacked = [
