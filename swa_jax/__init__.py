@@ -14,7 +14,10 @@ from swa_jax.attention_module import SlidingWindowAttention as SlidingWindowAtte
 from swa_jax.cache import RingCache as RingCache
 from swa_jax.config import AttentionConfig as AttentionConfig
 from swa_jax.config import DecoderConfig as DecoderConfig
+from swa_jax.config import ExpertsConfig as ExpertsConfig
 from swa_jax.conversion import convert_rows as convert_rows
+from swa_jax.drafting import ModelDrafter as ModelDrafter
+from swa_jax.drafting import NGramDrafter as NGramDrafter
 from swa_jax.generation import generate as generate
 from swa_jax.generation import stream as stream
 from swa_jax.hf_config import read_attention as read_attention
@@ -40,9 +43,12 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "DecoderLayer",
+    "ExpertsConfig",
     "ExtraKV",
     "F32",
     "KVCacheFormat",
+    "ModelDrafter",
+    "NGramDrafter",
     "PageAddresses",
     "PagedRows",
     "PrefillMetadata",

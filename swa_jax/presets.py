@@ -60,8 +60,8 @@ PRESETS = {"v4-flash": v4_flash, "v4-pro": v4_pro, "v41-flash": v41_flash}
 def look_alike(config: DecoderConfig) -> DecoderConfig:
     """A decoder of the same kind that is small enough for a test.
 
-    Norms, rotation, row formats and kinds of layers stay; widths, window and numbers of layers,
-    heads and tokens shrink, and it computes in float32.
+    Norms, rotation, row formats, kinds of layers and the experts' scoring stay; widths, window and
+    numbers of layers, heads, experts and tokens shrink, and it computes in float32.
 
     Args:
       config: a preset, or another decoder whose rotation and formats fit rows of 128 values.
@@ -88,12 +88,20 @@ def look_alike(config: DecoderConfig) -> DecoderConfig:
         )
 
     layers = tuple(shrink(layer) for layer in config.layers[:4])
+    experts = config.experts
+    if experts is not None:
+        chosen = min(experts.top_k, 2)
+        shared = 32 if experts.shared_size else 0
+        experts = dataclasses.replace(
+            experts, num_experts=8, top_k=chosen, expert_size=32, shared_size=shared
+        )
     return DecoderConfig(
         vocab_size=256,
         num_layers=len(layers),
         attention=layers,
-        mlp_size=128,
+        mlp_size=128 if experts is None else 0,
         scan_layers=config.scan_layers,
+        experts=experts,
     )
 
 

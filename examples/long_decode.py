@@ -1,0 +1,184 @@
+r"""A long decode: step time and memory do not depend on how far it has come.
+
+python examples/long_decode.py
+python examples/long_decode.py --tokens 20000 --plot steps.png
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import byte_text
+import jax
+import numpy as np
+from generate import PROMPT, WEIGHTS, load_model
+from tqdm import tqdm
+
+import swa_jax as swa
+from swa_jax.decoding import begin, decode_block
+
+BLOCK = 100  # steps between two words to the host
+
+
+@dataclasses.dataclass
+class Stretch:
+    """A tenth of the decode.
+
+    Attributes:
+      first: position of its first token.
+      step_us: median microseconds per step.
+      array_bytes: bytes of the arrays alive at its end.
+      process_bytes: the process' memory at its end; None where the system does not say.
+      programs: programs that decoding has compiled so far.
+    """
+
+    first: int
+    step_us: float
+    array_bytes: int
+    process_bytes: int | None
+    programs: int
+
+
+def decode(model: swa.Decoder, variables: dict, tokens: int, seed: int) -> list[Stretch]:
+    """Decodes one request for so many tokens, and looks at the clock and the memory.
+
+    Args:
+      model: the decoder.
+      variables: its parameters.
+      tokens: rounded up to ten times a block.
+      seed: of the sampling: what a model writes at length without it is a loop.
+    """
+    config = model.config
+    blocks = -(-tokens // (10 * BLOCK))
+    state = begin(
+        model,
+        variables,
+        swa.RingCache.create(1, config.num_layers, config.geometry, config.fmt),
+        [[byte_text.BOUNDARY, *PROMPT.encode()]],
+        max_new_tokens=10 * blocks * BLOCK + BLOCK + 1,
+        sampling=swa.Sampling.build(1, temperature=0.7, keys=jax.random.key(seed)[None]),
+    )
+    before = decode_block._cache_size()
+    state, _ = decode_block(model, variables, state, BLOCK)  # compiles
+    stretches = []
+    with tqdm(total=10 * blocks * BLOCK, unit="token", disable=not sys.stderr.isatty()) as bar:
+        for _ in range(10):
+            first, times = int(state.positions[0]), []
+            for _ in range(blocks):
+                started = time.perf_counter()
+                state, new = decode_block(model, variables, state, BLOCK)
+                np.asarray(new)
+                times.append((time.perf_counter() - started) / BLOCK)
+                bar.update(BLOCK)
+            stretches.append(
+                Stretch(
+                    first,
+                    1e6 * float(np.median(times)),
+                    sum(array.nbytes for array in jax.live_arrays()),
+                    _process_bytes(),
+                    decode_block._cache_size() - before,
+                )
+            )
+    return stretches
+
+
+def _process_bytes() -> int | None:
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return None
+    return int(pages) * 4096
+
+
+def print_table(stretches: Sequence[Stretch]) -> None:
+    """The stretches on standard output."""
+    print("from position  us/step  arrays, MB  process, MB  programs")
+    for s in stretches:
+        process = "-" if s.process_bytes is None else f"{s.process_bytes / 1e6:,.1f}"
+        print(
+            f"{s.first:13,d}  {s.step_us:7,.0f}  {s.array_bytes / 1e6:10,.3f}  {process:>11}  "
+            f"{s.programs:8d}"
+        )
+    ratio = stretches[-1].step_us / stretches[0].step_us
+    print(f"\nlast step time by first: {ratio:.2f}")
+
+
+def plot(stretches: Sequence[Stretch], path: Path) -> None:
+    """Step time and memory by position, as a picture."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, (upper, lower) = plt.subplots(2, 1, sharex=True, figsize=(7, 5), layout="constrained")
+    positions = [s.first for s in stretches]
+    upper.plot(positions, [s.step_us for s in stretches], marker="o")
+    upper.set_ylabel("µs per step")
+    lower.plot(positions, [s.array_bytes / 1e6 for s in stretches], marker="o", label="arrays")
+    if all(s.process_bytes is not None for s in stretches):
+        process = [(s.process_bytes or 0) / 1e6 for s in stretches]
+        lower.plot(positions, process, marker="o", label="process")
+    lower.set_ylabel("MB")
+    lower.set_xlabel("position")
+    for axes in (upper, lower):
+        axes.set_ylim(bottom=0)
+    lower.legend()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = _Parser(
+        prog="long_decode.py",
+        description="Decodes one request at length; shows step time and memory along the way.",
+    )
+    add = parser.add_argument
+    add("--tokens", type=int, default=100_000, metavar="N",
+        help="bytes to generate (100000: some minutes)")  # fmt: skip
+    add("--seed", type=int, default=0, help="decides what is sampled (0)")
+    add("--weights", type=Path, default=WEIGHTS, help="file written by train_bytes.py (shipped)")
+    add("--plot", type=Path, metavar="FILE", help="draw the figures")
+    add("--report", type=Path, metavar="FILE", help="write the figures as JSON")
+    options = parser.parse_args(arguments)
+    if not 1 <= options.tokens <= 10**9:
+        parser.error(f"argument --tokens: expected 1 to {10**9}, got {options.tokens}")
+    if not 0 <= options.seed < 2**32:
+        parser.error(f"argument --seed: expected 0 to {2**32 - 1}, got {options.seed}")
+    for name in ("plot", "report"):
+        path = getattr(options, name)
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"argument --{name}: expected a file in a folder, got {path}")
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command line; returns the exit status."""
+    options = parse_arguments(arguments)
+    try:
+        model, variables = load_model(options.weights)
+        stretches = decode(model, variables, options.tokens, options.seed)
+        print_table(stretches)
+        if options.report is not None:
+            figures = [dataclasses.asdict(stretch) for stretch in stretches]
+            options.report.write_text(json.dumps(figures, indent=2) + "\n")
+        if options.plot is not None:
+            plot(stretches, options.plot)
+    except (OSError, ValueError) as error:
+        print(f"long_decode.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
