@@ -51,7 +51,9 @@ class RequestLine:
         _check_text("prompt", self.prompt)
         if not self.prompt:
             raise ValueError("prompt: expected at least one character, got none")
-        _check_integer("max_tokens", self.max_tokens, 1, checks.INT32_MAX)
+        # the end of a file stands before the prompt, and positions are int32
+        most = checks.INT32_MAX - 1 - len(self.prompt.encode())
+        _check_integer("max_tokens", self.max_tokens, 1, most)
         _check_integer("top_k", self.top_k, 0, checks.INT32_MAX)
         _check_integer("seed", self.seed, 0, 2**32 - 1)
         smallest = float(np.finfo(np.float32).tiny)

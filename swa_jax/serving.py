@@ -2,29 +2,20 @@
 
 import collections
 import dataclasses
-import functools
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Int32
 
 from pallas_kernels import checks
+from swa_jax.admission import admit, idle_state
 from swa_jax.cache import RingCache
-from swa_jax.decoding import (
-    DecodeState,
-    Params,
-    decode_block,
-    prefill_chunk,
-    token_ids,
-    token_limits,
-)
+from swa_jax.decoding import Params, decode_block, prefill_chunk, token_ids, token_limits
 from swa_jax.modules import Decoder
 from swa_jax.requests import Finish, Request, Result
-from swa_jax.sampling import Sampling, sample
+from swa_jax.sampling import Sampling
 from swa_jax.slots import Slots
 
 
@@ -76,7 +67,7 @@ class Server:
         config = model.config
         self.slots = Slots.create(slots)
         cache = RingCache.create(slots, config.num_layers, config.geometry, config.fmt)
-        self.state = _idle_state(cache, max_stop_tokens)
+        self.state = idle_state(cache, max_stop_tokens)
         self._model, self._params = model, params
         self._block_steps, self._chunk = block_steps, chunk
         self._waiting: collections.deque[_Job] = collections.deque()
@@ -271,58 +262,6 @@ def serve(
         yield from server.step()
 
 
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="state")
-def admit(
-    model: Decoder,
-    params: Params,
-    state: DecodeState,
-    last: Float[Array, "n hidden"],
-    slots: Int32[Array, " n"],
-    lengths: Int32[Array, " n"],
-    limits: Int32[Array, " n"],
-    stop_tokens: Int32[Array, "n s"],
-    sampling: tuple[Sampling, ...],
-) -> tuple[DecodeState, Int32[Array, " n"]]:
-    """Chooses the first tokens of prefilled requests, and lets them decode. The state is donated.
-
-    Args:
-      model: the decoder.
-      params: its variables.
-      state: the pool, in which entry b is of state slot b.
-      last: [n, hidden], hidden states of the prompts' last tokens.
-      slots: int32[n], the state slots that hold the prompts' rows; -1 for no request.
-      lengths: int32[n], tokens of the prompts.
-      limits: int32[n], tokens to choose, 1 or more.
-      stop_tokens: int32[n, s]; -1 for none.
-      sampling: n settings, each of one request.
-
-    Returns:
-      The new state; int32[n], the first tokens, -1 for a stop token.
-    """
-    settings = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *sampling)
-    logits: Any = model.apply(params, last, method="logits")
-    token = sample(logits, lengths, settings)
-    stops = jnp.any(token[:, None] == stop_tokens, axis=1)
-    # a negative index would count from the end: what is not to be written goes beyond it
-    beyond = state.state_ids.shape[0] + jnp.arange(slots.shape[0], dtype=jnp.int32)
-    place = jnp.where(slots >= 0, slots, beyond)
-
-    def put(old, new):
-        return old.at[place].set(new, mode="drop", unique_indices=True)
-
-    state = dataclasses.replace(
-        state,
-        positions=put(state.positions, lengths),
-        tokens=put(state.tokens, token),
-        remaining=put(state.remaining, jnp.where(stops, 0, limits - 1)),
-        oldest=put(state.oldest, jnp.zeros_like(lengths)),
-        highest=put(state.highest, lengths - 1),
-        stop_tokens=put(state.stop_tokens, stop_tokens),
-        sampling=jax.tree.map(put, state.sampling, settings),
-    )
-    return state, jnp.where(stops, -1, token)
-
-
 @dataclasses.dataclass(eq=False)
 class _Job:
     """A request on its way through the pool."""
@@ -341,17 +280,3 @@ class _Job:
 
     def result(self, finish: Finish) -> Result:
         return Result(self.request, tuple(self.tokens), finish, self.arrived, tuple(self.reads))
-
-
-def _idle_state(cache: RingCache, max_stop_tokens: int) -> DecodeState:
-    """A pool in which no slot has a request."""
-    return DecodeState(
-        cache=cache,
-        state_ids=jnp.arange(cache.slots, dtype=jnp.int32),
-        **{
-            name: jnp.zeros(cache.slots, jnp.int32)
-            for name in ("positions", "tokens", "remaining", "oldest", "highest")
-        },
-        stop_tokens=jnp.full((cache.slots, max_stop_tokens), -1, jnp.int32),
-        sampling=Sampling.build(cache.slots),
-    )
