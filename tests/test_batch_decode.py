@@ -395,10 +395,19 @@ def test_figures_are_medians_and_95th_percentiles_in_seconds():
 
 
 @pytest.mark.slow
-def test_the_shipped_model_serves_the_sample(tmp_path, capsys):
+def test_the_shipped_model_serves_the_sample(tmp_path):
     report = tmp_path / "report.json"
-    assert batch_decode.main([str(batch_decode.SAMPLE), "--report", str(report)]) == 0
-    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    script = ROOT / "examples" / "batch_decode.py"
+    result = subprocess.run(
+        [sys.executable, script, "--report", report],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr
+    results = [json.loads(line) for line in result.stdout.splitlines()]
     assert sorted(by_line(results)) == list(range(1, len(results) + 1))
     assert {result["finish_reason"] for result in results} == {"stop", "length"}
     (figures,) = json.loads(report.read_text())["runs"]

@@ -10,7 +10,9 @@ from small_models import attention_config, decoder_config, decoder_params
 
 import swa_jax as swa
 from swa_jax import admission, decoding, serving
+from swa_jax.recompute import whole_sequence_logits
 from swa_jax.requests import Request, Result
+from swa_jax.sampling import sample
 from swa_jax.serving import Server, serve
 
 pytestmark = pytest.mark.quick_compilation
@@ -190,6 +192,44 @@ def test_the_traffic_has_every_kind_of_request(first_run):
     assert len({slot for _, slot in first_run[0].acquired.values()}) == SLOTS
     assert max(len(scores) for scores in first_run[0].scores.values()) > 5
     assert list(results) != sorted(results)
+
+
+def chosen_from(seen: Run, name: int) -> dict[int, np.ndarray]:
+    """The scores that were seen of a request, by the position of the token they chose."""
+    end, (hidden, *scores) = len(REQUESTS[name].prompt), seen.scores[name]
+    head = np.asarray(PARAMS["params"]["head"])
+    return {end: head @ hidden} | {end + 1 + BLOCK * k: row for k, row in enumerate(scores)}
+
+
+def test_scores_are_those_of_a_recompute_without_a_cache(first_run):
+    sequences = np.zeros((len(REQUESTS), 128), np.int32)
+    for name, result in first_run[0].results.items():
+        sequence = [*REQUESTS[name].prompt, *result.tokens]
+        sequences[name, : len(sequence)] = sequence
+    whole = np.asarray(whole_sequence_logits(MODEL, PARAMS, sequences))
+    for name in first_run[0].results:
+        for position, scores in chosen_from(first_run[0], name).items():
+            want = whole[name, position - 1]
+            np.testing.assert_allclose(scores, want, atol=3e-2 * np.abs(want).max())
+
+
+def test_tokens_are_chosen_by_the_settings_of_their_own_request(first_run):
+    results = first_run[0].results
+    seen = [
+        (name, position, scores)
+        for name in results
+        for position, scores in chosen_from(first_run[0], name).items()
+    ]
+    settings = [REQUESTS[name].sampling for name, _, _ in seen]
+    every = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *settings)
+    positions = np.array([position for _, position, _ in seen], np.int32)
+    tokens = jax.jit(sample)(np.stack([scores for *_, scores in seen]), positions, every)
+    for (name, position, _), token in zip(seen, np.asarray(tokens), strict=True):
+        place = position - len(REQUESTS[name].prompt)
+        if place == len(results[name].tokens):
+            assert token in REQUESTS[name].stop_tokens
+        else:
+            assert token == results[name].tokens[place]
 
 
 @pytest.mark.slow
