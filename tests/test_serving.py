@@ -360,11 +360,16 @@ def test_cancelled_requests_keep_their_tokens_and_the_pool_goes_on(alone):
     assert [result.finish for result in results] == ["cancelled"] * 5
     assert [len(result.tokens) for result in results] == [1 + 2 * BLOCK, 0, 0, 0, 0]
     assert (server.pending, server.slots.free) == (0, (0, 1, 2))
-    server.submit(REQUESTS[3])
+    # Were "long" still decoding in slot 0, beside the other, then its rows would be those of the
+    # positions 21 to 23 when the last chunk of this prompt is prefilled.
+    prompt = next(request for request in REQUESTS if 3 * CHUNK < len(request.prompt) < 4 * CHUNK)
+    server.submit(prompt)
+    server.submit(Request([3], 60))
     after = []
     while server.pending:
         after += server.step()
-    assert after[0].tokens == alone[3].results[3].tokens
+    tokens = {result.request: result.tokens for result in after}
+    assert tokens[prompt] == alone[prompt.name].results[prompt.name].tokens
 
 
 # --- programs
