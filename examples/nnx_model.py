@@ -145,7 +145,7 @@ def from_linen(state: nnx.State, variables: dict) -> nnx.State:
     want = {linen_path(path): leaf.shape for path, leaf in nnx.to_flat_state(state)}
     got = {path: leaf.shape for path, leaf in weights.items()}
     if want != got:
-        wrong = sorted("/".join(path) for path, _ in want.items() ^ got.items())
+        wrong = sorted({"/".join(path) for path, _ in want.items() ^ got.items()})
         raise ValueError(f"variables: expected the model's parameters, got others at {wrong}")
     return nnx.map_state(lambda path, leaf: leaf.replace(weights[linen_path(path)]), state)
 

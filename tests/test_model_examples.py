@@ -192,7 +192,7 @@ def test_nnx_initialises_kernels_by_their_inputs_and_the_rest_as_the_linen_layer
 def test_weights_of_another_model_are_refused(name, variables, built):
     head = variables["params"]["head"]
     params = variables["params"] | {name: head[:-1]}
-    message = rf"variables: expected the model's parameters, got others at \['{name}"
+    message = rf"variables: expected the model's parameters, got others at \['{name}'\]"
     with pytest.raises(ValueError, match=message):
         nnx_model.from_linen(built["own"][1], {"params": params})
 
