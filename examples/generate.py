@@ -2,11 +2,13 @@ r"""Continues a text with the byte model, through the ring cache of 528-byte row
 
 python examples/generate.py
 python examples/generate.py $'import json\n\n\nclass Store:\n'
+python examples/generate.py --checkpoint DIR --checkpoint-every 100 --resume
 python examples/generate.py --evaluate FILE
 """
 
 import argparse
 import codecs
+import hashlib
 import json
 import os
 import sys
@@ -20,6 +22,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from byte_evaluation import evaluate, print_table
+from text_checkpoints import Checkpoints, open_checkpoints, saved_blocks
 
 import swa_jax as swa
 
@@ -77,6 +80,7 @@ def continue_text(
     max_new_bytes: int,
     sampling: swa.Sampling,
     show: bool,
+    checkpoints: Checkpoints | None = None,
 ) -> dict:
     """Generates, streams and reports.
 
@@ -87,20 +91,33 @@ def continue_text(
       max_new_bytes: bytes to generate at most; an end of file ends them earlier.
       sampling: of one request.
       show: write prompt and text to standard output as they come.
+      checkpoints: where to save the state, and to go on from; None: nowhere.
 
     Returns:
       The report: text, equals_recompute and the rest, under plain names.
     """
     prompt_tokens = [byte_text.BOUNDARY, *prompt]
-    blocks = swa.stream(
-        model,
-        variables,
-        [prompt_tokens],
-        max_new_tokens=max_new_bytes,
-        sampling=sampling,
-        stop_tokens=[byte_text.BOUNDARY],
-        block_steps=BLOCK,
-    )
+    if checkpoints is None:
+        blocks = swa.stream(
+            model,
+            variables,
+            [prompt_tokens],
+            max_new_tokens=max_new_bytes,
+            sampling=sampling,
+            stop_tokens=[byte_text.BOUNDARY],
+            block_steps=BLOCK,
+        )
+    else:
+        blocks = saved_blocks(
+            model,
+            variables,
+            prompt_tokens,
+            max_new_tokens=max_new_bytes,
+            sampling=sampling,
+            stop_token=byte_text.BOUNDARY,
+            block_steps=BLOCK,
+            checkpoints=checkpoints,
+        )
     write = codecs.getincrementaldecoder("utf-8")("replace").decode
     if show:
         print(write(prompt), end="", flush=True)
@@ -200,6 +217,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         default=WEIGHTS,
         help="file written by train_bytes.py (the shipped one)",
     )
+    add("--checkpoint", type=Path, metavar="DIR",
+        help="save parameters and state in this directory as the text goes on")  # fmt: skip
+    add("--checkpoint-every", type=int, metavar="N",
+        help=f"bytes between two checkpoints, rounded up to blocks of {BLOCK} (100)")  # fmt: skip
+    add("--resume", action="store_true",
+        help="go on from the last checkpoint of the same text, if there is one")  # fmt: skip
     add("--report", type=Path, metavar="FILE", help="write the report as JSON")
     add("--quiet", action="store_true", help="only the report")
     add("--evaluate", type=Path, metavar="FILE",
@@ -221,6 +244,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"argument --bytes: expected 1 to {2**31 - 1}, got {options.bytes}")
     if options.rows is not None and options.rows < 1:
         parser.error(f"argument --rows: expected 1 or more, got {options.rows}")
+    if options.checkpoint is None and (options.checkpoint_every is not None or options.resume):
+        parser.error("argument --checkpoint: expected a directory to save in, got none")
+    if options.checkpoint is not None and evaluations:
+        parser.error("argument --checkpoint: expected a text to generate, got an evaluation")
+    if options.checkpoint_every is not None and options.checkpoint_every < 1:
+        parser.error(
+            f"argument --checkpoint-every: expected 1 or more, got {options.checkpoint_every}"
+        )
     if not 0 <= options.seed < 2**32:
         parser.error(f"argument --seed: expected 0 to {2**32 - 1}, got {options.seed}")
     return options
@@ -253,6 +284,18 @@ def main(arguments: Sequence[str]) -> int:
             top_p=options.top_p,
             keys=jax.random.key(options.seed)[None],
         )
+        checkpoints = None
+        if options.checkpoint is not None:
+            names = ("bytes", "temperature", "top_k", "top_p", "seed")
+            settings = {name: getattr(options, name) for name in names}
+            checkpoints = open_checkpoints(
+                options.checkpoint,
+                options.checkpoint_every or 100,
+                model,
+                variables,
+                settings | {"prompt": hashlib.sha256(prompt).hexdigest()},
+                resume=options.resume,
+            )
         report = continue_text(
             model,
             variables,
@@ -260,6 +303,7 @@ def main(arguments: Sequence[str]) -> int:
             max_new_bytes=options.bytes,
             sampling=sampling,
             show=not options.quiet,
+            checkpoints=checkpoints,
         )
         _write_report(options.report, report)
     except (OSError, ValueError) as error:

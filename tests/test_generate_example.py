@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -21,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import byte_evaluation
 import byte_text
 import generate
+import text_checkpoints
 
 pytestmark = pytest.mark.quick_compilation
 
@@ -231,6 +234,14 @@ def test_evaluation_of_a_file_agrees_with_its_uncut_text(run, folder, monkeypatc
         (["--rows", "0"], "argument --rows: expected 1 or more, got 0"),
         (["--evaluate", "missing"], "No such file or directory: 'missing'"),
         (["--evaluate", "empty"], "empty: expected at least one byte, got an empty file"),
+        (["--resume"], "argument --checkpoint: expected a directory to save in, got none"),
+        (["--checkpoint-every", "5"], "argument --checkpoint: expected a directory to save in"),
+        (
+            ["--checkpoint", "new", "--checkpoint-every", "0"],
+            "argument --checkpoint-every: expected 1 or more, got 0",
+        ),
+        (["--checkpoint", "new", "--evaluate", "empty"], "argument --checkpoint: expected a text"),
+        (["--checkpoint", ".", "--bytes", "99"], "expected nothing but checkpoints, got ['"),
         (["--unknown"], "unrecognized arguments: --unknown"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
@@ -258,6 +269,145 @@ def test_the_command_shows_no_traceback(folder):
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("generate.py: error: ")
     assert result.stderr.count("\n") == 1
+
+
+# --- checkpoints
+
+
+TEXT = ("abc", "--bytes", "160", "--seed", "5")
+
+
+def without_speed(report: dict) -> dict:
+    return {name: value for name, value in report.items() if name != "tokens_per_second"}
+
+
+@pytest.fixture
+def interrupted(run, tmp_path, capsys, monkeypatch) -> Path:
+    """The checkpoints of a text that was interrupted after its second one, at 101 bytes."""
+    directory = tmp_path / "checkpoints"
+    saves = []
+
+    def save_and_stop(*arguments):
+        save_state(*arguments)
+        saves.append(arguments)
+        if len(saves) == 2:
+            raise KeyboardInterrupt
+
+    save_state = text_checkpoints.save_state
+    with monkeypatch.context() as patched:
+        patched.setattr(text_checkpoints, "save_state", save_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(*TEXT, "--checkpoint", str(directory), "--checkpoint-every", "26")
+    capsys.readouterr()
+    return directory
+
+
+def test_a_text_that_goes_on_from_a_checkpoint_is_the_text_of_an_undisturbed_run(
+    run, interrupted, tmp_path
+):
+    status, text, _, report = run(*TEXT)
+    assert (status, report["bytes_generated"]) == (0, 160)
+    # 26 bytes are two blocks of 25, after the byte that the prefill chooses
+    assert {path.name for path in interrupted.iterdir()} == {"state_51", "state_101"}
+    again = ("--checkpoint", str(interrupted), "--resume")
+    for _ in range(2):  # nothing is saved once the text is complete
+        status, out, err, found = run(*TEXT, *again)
+        assert (status, out) == (0, text)
+        assert without_speed(found) == without_speed(report)
+        assert err.startswith(f"{interrupted}: going on after 101 bytes\n")
+    saved = ("--checkpoint", str(tmp_path / "new" / "folder"), "--checkpoint-every", "1")
+    status, out, err, found = run(*TEXT, *saved, "--resume")
+    assert (status, out) == (0, text)
+    assert without_speed(found) == without_speed(report)
+    assert err.startswith(f"{saved[1]}: no checkpoint, starting anew\n")
+    assert {path.name for path in Path(saved[1]).iterdir()} == {"state_126", "state_151"}
+
+
+def test_a_checkpoint_of_another_text_is_refused_before_anything_is_written(
+    run, interrupted, folder
+):
+    other = dict(tiny_params())
+    other["head"] = 1.01 * other["head"]
+    entry = {"config": CONFIG.to_json()}
+    swa.checkpoint.save_params(folder / "other.safetensors", other, entry, dtype="bfloat16")
+    changed = CONFIG.replace_attention(fmt=swa.BF16.with_width(64))
+    swa.checkpoint.save_params(
+        folder / "bf16.safetensors", tiny_params(), {"config": changed.to_json()}, dtype="bfloat16"
+    )
+    resume = ("--checkpoint", str(interrupted), "--resume")
+    cases = [
+        (("abd", *TEXT[1:], *resume), "state_101: expected settings.prompt '"),
+        ((*TEXT, "--seed", "6", *resume), "state_101: expected settings.seed 6, got 5"),
+        ((*TEXT, "--temperature", "0", *resume), "expected settings.temperature 0.0, got 0.7"),
+        ((*TEXT, "--top-k", "3", *resume), "expected settings.top_k 3, got 0"),
+        ((*TEXT, "--top-p", "0.5", *resume), "expected settings.top_p 0.5, got 1.0"),
+        ((*TEXT, "--bytes", "161", *resume), "expected settings.bytes 161, got 160"),
+        ((*TEXT, "--weights", "other.safetensors", *resume), "expected settings.weights '"),
+        ((*TEXT, "--weights", "bf16.safetensors", *resume), "format.name 'BF16', got 'V41'"),
+        ((*TEXT, *resume[:2]), "expected no checkpoint yet, got one; --resume goes on"),
+    ]
+    manifest = interrupted / "state_101" / "arrays" / "manifest.ocdbt"
+    for arguments, message in cases:
+        status, out, err, report = run(*arguments)
+        assert (status, out, report) == (2, "", None)
+        assert err.startswith(f"generate.py: error: {interrupted}")
+        assert message in err
+        assert err.count("\n") == 1
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    status, out, err, report = run(*TEXT, *resume)
+    assert (status, out, report) == (2, "", None)
+    assert err == (
+        f"generate.py: error: {interrupted}/state_101: expected a whole checkpoint of a decode "
+        "state, got missing, other or changed files ['manifest.ocdbt']\n"
+    )
+
+
+@pytest.mark.slow
+def test_killed_at_random_and_while_saving_a_text_still_becomes_that_of_an_undisturbed_run(
+    run, folder, tmp_path
+):
+    arguments = ("abc", "--bytes", "400")
+    status, text, _, report = run(*arguments)
+    assert (status, report["bytes_generated"]) == (0, 400)
+    directory, rng = tmp_path / "checkpoints", np.random.default_rng(0)
+    settings = {
+        "PYTHONPATH": str(ROOT),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as in this process
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    call = {"cwd": folder, "env": os.environ | settings}
+    line = [sys.executable, ROOT / "examples" / "generate.py", "--weights", "tiny.safetensors"]
+    line += [*arguments, "--report", "killed.json"]
+    line += ["--checkpoint", directory, "--checkpoint-every", "25", "--resume"]
+    before = 0
+    for kill in ("at random", "while saving", "at random"):
+        with subprocess.Popen(line, stdout=subprocess.DEVNULL, **call) as process:
+            while (text_checkpoints.latest_step(directory) or 0) <= before:
+                assert process.poll() is None
+                time.sleep(0.005)
+            if kill == "at random":
+                time.sleep(rng.uniform(0, 0.1))
+            else:
+                while True:  # stopped, it cannot finish the save between the look and the kill
+                    process.send_signal(signal.SIGSTOP)
+                    time.sleep(0.005)
+                    if list(directory.glob("*.partial/arrays*")):
+                        break
+                    process.send_signal(signal.SIGCONT)
+                    time.sleep(0.005)
+                    assert process.poll() is None
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+        if kill == "while saving":
+            assert list(directory.glob("*.partial/arrays*"))
+        before = text_checkpoints.latest_step(directory)
+    result = subprocess.run(line, capture_output=True, timeout=600, **call)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == text.encode()
+    assert f"going on after {before} bytes" in result.stderr.decode()
+    assert without_speed(json.loads((folder / "killed.json").read_text())) == without_speed(report)
+    assert not list(directory.glob("*.partial"))
 
 
 # --- the shipped model
