@@ -28,6 +28,7 @@ BATCH, BLOCK = 3, 4
 LENGTHS = (1, 17, 80)  # of the prompts: up to five windows
 PROMPTS = [np.random.default_rng(n).integers(0, VOCABULARY, n).tolist() for n in LENGTHS]
 LIMITS = [90, 40, 60]
+STOPS = (8, 38)  # all greedy requests meet one late, one of the sampled ones runs to its limit
 SETTINGS = {
     "greedy": swa.Sampling.build(BATCH),
     "sampled": swa.Sampling.build(
@@ -63,21 +64,38 @@ def empty_cache(slots: int = BATCH) -> swa.RingCache:
     return swa.RingCache.create(slots, CONFIG.num_layers, CONFIG.geometry, CONFIG.fmt)
 
 
-def started(sampling="greedy", limits=LIMITS, prompts=PROMPTS, **arguments) -> decoding.DecodeState:
-    return decoding.begin(
+def started(sampling="greedy", limits=LIMITS, prompts=PROMPTS, stops=True) -> decoding.DecodeState:
+    state = decoding.begin(
         MODEL,
         PARAMS,
         empty_cache(len(prompts)),
         prompts,
         max_new_tokens=limits,
         sampling=SETTINGS[sampling] if isinstance(sampling, str) else sampling,
+        stop_tokens=STOPS,
+    )
+    return state if stops else without_stops(state)
+
+
+def without_stops(state: decoding.DecodeState) -> decoding.DecodeState:
+    return dataclasses.replace(state, stop_tokens=jnp.full_like(state.stop_tokens, -1))
+
+
+def generate(sampling: str, **arguments) -> list[list[int]]:
+    return swa.generate(
+        MODEL,
+        PARAMS,
+        PROMPTS,
+        max_new_tokens=LIMITS,
+        sampling=SETTINGS[sampling],
+        stop_tokens=STOPS,
         **arguments,
     )
 
 
 @functools.cache
 def plain_tokens(sampling: str) -> list[list[int]]:
-    return swa.generate(MODEL, PARAMS, PROMPTS, max_new_tokens=LIMITS, sampling=SETTINGS[sampling])
+    return generate(sampling)
 
 
 def script(sampling: str, right: float, seed: int = 0) -> np.ndarray:
@@ -152,59 +170,38 @@ def assert_plain_tokens(got, sampling: str) -> None:
 
 
 @pytest.mark.parametrize("sampling", SETTINGS)
-@pytest.mark.parametrize("draft_tokens", [1, 3, 6])
+@pytest.mark.parametrize("draft_tokens", [2, 6])
 @pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
 def test_tokens_are_those_of_plain_decoding_whatever_is_drafted(sampling, draft_tokens, right):
     run = speculate(
         started(sampling), ScriptedDrafter(), script(sampling, right), draft_tokens, poison=True
     )
     assert_plain_tokens(run.tokens, sampling)
-    emitted = np.array([len(tokens) - 1 for tokens in run.tokens])
-    np.testing.assert_array_equal(run.counts.steps + run.counts.accepted, emitted)
+    # A step chooses a token beside the accepted drafts; a stop token is one that is not returned.
+    stopped = [len(tokens) < limit for tokens, limit in zip(run.tokens, LIMITS, strict=True)]
+    assert sum(stopped) in (2, 3)
+    chosen = np.array([len(tokens) - 1 for tokens in run.tokens]) + stopped
+    np.testing.assert_array_equal(run.counts.steps + run.counts.accepted, chosen)
     if right == 0:
         assert run.counts.accepted.sum() == 0
-        np.testing.assert_array_equal(run.counts.steps, emitted)
+        np.testing.assert_array_equal(run.counts.steps, chosen)
     elif run.tokens == plain_tokens(sampling) and right == 1:
-        np.testing.assert_array_equal(run.counts.accepted, run.counts.drafted)
-        np.testing.assert_array_equal(run.counts.steps, -(-emitted // (draft_tokens + 1)))
+        np.testing.assert_array_equal(run.counts.steps, -(-chosen // (draft_tokens + 1)))
     else:
         assert len(set(run.counts.accepted / run.counts.steps)) == BATCH, "each its own count"
 
 
 @pytest.mark.parametrize("sampling", SETTINGS)
 def test_generate_with_drafts_returns_what_generate_returns(sampling):
-    tokens = swa.generate(
-        MODEL, PARAMS, PROMPTS, max_new_tokens=LIMITS, sampling=SETTINGS[sampling], draft_tokens=6
-    )
-    assert_plain_tokens(tokens, sampling)
-
-
-def test_stop_tokens_end_a_request_within_a_verify_step():
-    want = plain_tokens("sampled")
-    stops = [want[0][30], want[2][11]]
-    arguments = {"max_new_tokens": LIMITS, "sampling": SETTINGS["sampled"], "stop_tokens": stops}
-    plain = swa.generate(MODEL, PARAMS, PROMPTS, **arguments)
-    assert [len(tokens) for tokens in plain] != LIMITS
-    told = script("sampled", 1.0)
-    drafted = swa.generate(
-        MODEL,
-        PARAMS,
-        PROMPTS,
-        draft_tokens=6,
-        drafter=ScriptedDrafter(),
-        drafter_params=told,
-        **arguments,
-    )
-    assert drafted == plain
+    assert_plain_tokens(generate(sampling, draft_tokens=6), sampling)
 
 
 def test_the_state_after_a_stop_is_that_of_plain_decoding():
-    told = script("greedy", 1.0)
-    stop = plain_tokens("greedy")[2][7]
-    state = started(stop_tokens=[stop])
+    state = started()
     while np.any(np.asarray(state.remaining) > 0):
-        state, _ = decoding.decode_block(MODEL, PARAMS, state, 8)
-    run = speculate(started(stop_tokens=[stop]), ScriptedDrafter(), told, 6)
+        state, _ = decoding.decode_block(MODEL, PARAMS, state, 32)
+    run = speculate(started(), ScriptedDrafter(), script("greedy", 1.0), 6)
+    assert run.tokens == plain_tokens("greedy")
     for name in ("positions", "tokens", "remaining", "oldest"):
         np.testing.assert_array_equal(getattr(run.state, name), getattr(state, name), name)
 
@@ -212,7 +209,7 @@ def test_the_state_after_a_stop_is_that_of_plain_decoding():
 def test_a_finished_request_stores_nothing_more():
     state = started(limits=[1, 40, 1])
     before = np.asarray(state.cache.blocks[0])
-    run = speculate(state, ScriptedDrafter(), script("greedy", 0.7), 3)
+    run = speculate(state, ScriptedDrafter(), script("greedy", 0.7), 6)
     after = np.asarray(run.state.cache.blocks[0])
     np.testing.assert_array_equal(after[[0, 2]], before[[0, 2]])
     assert not np.array_equal(after[1], before[1])
@@ -220,26 +217,26 @@ def test_a_finished_request_stores_nothing_more():
 
 
 def test_no_draft_is_stored_beyond_the_last_token_asked_for():
-    prompt = PROMPTS[0]
-    state = started(limits=[4], prompts=[prompt], sampling=swa.Sampling.build(1))
-    run = speculate(state, ScriptedDrafter(), script("greedy", 1.0)[:1], 6, prompts=[prompt])
-    assert run.state.highest.tolist() == [len(prompt) + 2]  # three tokens have rows, the last none
-    assert run.counts.drafted.tolist() == [2]
+    run = speculate(started(limits=[4, 1, 1]), ScriptedDrafter(), script("greedy", 1.0), 6)
+    # Three tokens after the prompt have rows, the last has none.
+    assert run.state.highest[0] == len(PROMPTS[0]) + 2
+    assert run.counts.drafted[0] == 2
 
 
 def test_rollback_after_drafts_is_measured_from_the_highest_row_stored():
     state = started()
     memory = jnp.asarray(script("greedy", 0.0))
     state, _, _, _ = speculate_block(
-        MODEL, PARAMS, state, ScriptedDrafter(), None, memory, steps=1, draft_tokens=ROOM
+        MODEL, PARAMS, state, ScriptedDrafter(), None, memory, steps=BLOCK, draft_tokens=ROOM
     )
-    position = np.asarray(state.positions)  # one token further; six rejected rows behind it
+    position = np.asarray(state.positions)  # the last step left six rejected rows behind it
     with pytest.raises(ValueError, match="positions: expected at most 6"):
         decoding.rollback(state, position - 2, state.tokens)
-    back = decoding.rollback(state, position - 1, np.array([t[0] for t in plain_tokens("greedy")]))
-    tokens = [[int(token)] for token in back.tokens]
+    known = np.array([tokens[BLOCK - 1] for tokens in plain_tokens("greedy")])
+    back = decoding.rollback(state, position - 1, known)
+    tokens = [tokens[:BLOCK] for tokens in plain_tokens("greedy")]
     while np.any(np.asarray(back.remaining) > 0):
-        back, new = decoding.decode_block(MODEL, PARAMS, back, 8)
+        back, new = decoding.decode_block(MODEL, PARAMS, back, 32)
         for request, row in zip(tokens, np.asarray(new), strict=True):
             request += row[row >= 0].tolist()
     assert_plain_tokens(tokens, "greedy")
@@ -249,13 +246,14 @@ def test_rollback_after_drafts_is_measured_from_the_highest_row_stored():
 
 
 def test_a_model_that_drafts_for_itself_is_always_accepted():
-    run = speculate(started("sampled"), ModelDrafter(MODEL), PARAMS, 4)
+    run = speculate(started("sampled"), ModelDrafter(MODEL), PARAMS, 2)
     assert_plain_tokens(run.tokens, "sampled")
     if run.tokens == plain_tokens("sampled"):
-        rejected = int(np.sum(run.counts.drafted - run.counts.accepted))
-        assert rejected <= 2, "all but ties between programs of different shapes"
+        fewest = np.array([-(-len(tokens) // 3) for tokens in run.tokens])
+        assert np.all(run.counts.steps <= fewest + 1), "all accepted but what ties"
 
 
+@pytest.mark.slow
 def test_a_smaller_model_drafts_for_a_larger_one():
     config = decoder_config(attention_config(8, swa.F32), num_layers=1)
     run = speculate(started(), ModelDrafter(swa.Decoder(config)), decoder_params(config, seed=3), 2)
@@ -328,8 +326,9 @@ def test_acceptance_keeps_the_distribution():
     for number in range(rounds):
         keys = request_keys(jax.random.key(number), batch)
         sampling = swa.Sampling.build(batch, temperature=1.5, keys=keys)
-        state = started(sampling, 4, [prompt] * batch)
-        state = dataclasses.replace(state, tokens=jnp.asarray(fixed))
+        state = started(sampling, 4, [prompt] * batch, stops=False)
+        remaining = jnp.full(batch, 3, jnp.int32)  # one whose own first token was a stop as well
+        state = dataclasses.replace(state, tokens=jnp.asarray(fixed), remaining=remaining)
         run = speculate(state, ScriptedDrafter(), told, 2, prompts=[prompt] * batch)
         chosen = np.array(run.tokens)[:, 1:3]
         for place in range(2):
@@ -354,11 +353,11 @@ def probabilities(sequences: np.ndarray, temperature: float) -> np.ndarray:
 
 
 def chi_square(counts: np.ndarray, probability: np.ndarray) -> float:
-    """The p-value, with tokens expected fewer than five times taken as one."""
-    expected = probability * counts.sum()
-    rare = expected < 5
-    got = [*counts[~rare], counts[rare].sum()]
-    want = [*expected[~rare], expected[rare].sum()]
+    """The p-value; tokens expected fewer than five times are one class with the next rarest."""
+    order = np.argsort(probability)
+    got, want = counts[order], probability[order] * counts.sum()
+    rare = np.sum(want < 5) + 1
+    got, want = ([values[:rare].sum(), *values[rare:]] for values in (got, want))
     return float(stats.chisquare(got, want).pvalue)
 
 
@@ -366,8 +365,8 @@ def chi_square(counts: np.ndarray, probability: np.ndarray) -> float:
 
 
 def test_a_thousand_verify_steps_are_one_program():
-    state = started(limits=100_000)
-    drafter = NGramDrafter(history=64)
+    state = started(limits=100_000, stops=False)
+    drafter = NGramDrafter(history=65)
     memory = drafter.begin(MODEL, None, PROMPTS, state, draft_tokens=3)
     before = speculate_block._cache_size()
     for _ in range(250):
@@ -385,7 +384,7 @@ def compiled_block(slots: int):
         lambda: decoding.DecodeState(
             empty_cache(slots),
             *(jnp.zeros(slots, jnp.int32) for _ in range(6)),
-            jnp.zeros((slots, 1), jnp.int32),
+            jnp.zeros((slots, 3), jnp.int32),
             sampling,
         )
     )
