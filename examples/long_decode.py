@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 import byte_text
 import jax
@@ -63,7 +63,7 @@ def decode(model: swa.Decoder, variables: dict, tokens: int, seed: int) -> list[
         max_new_tokens=10 * blocks * BLOCK + BLOCK + 1,
         sampling=swa.Sampling.build(1, temperature=0.7, keys=jax.random.key(seed)[None]),
     )
-    before = decode_block._cache_size()
+    before = _programs()
     state, _ = decode_block(model, variables, state, BLOCK)  # compiles
     stretches = []
     with tqdm(total=10 * blocks * BLOCK, unit="token", disable=not sys.stderr.isatty()) as bar:
@@ -81,10 +81,14 @@ def decode(model: swa.Decoder, variables: dict, tokens: int, seed: int) -> list[
                     1e6 * float(np.median(times)),
                     sum(array.nbytes for array in jax.live_arrays()),
                     _process_bytes(),
-                    decode_block._cache_size() - before,
+                    _programs() - before,
                 )
             )
     return stretches
+
+
+def _programs() -> int:
+    return cast(Any, decode_block)._cache_size()
 
 
 def _process_bytes() -> int | None:

@@ -7,15 +7,8 @@ from typing import Any, NamedTuple
 
 import swa_jax as swa
 from swa_jax.decoding import begin
-from swa_jax.state_checkpoint import (
-    Restored,
-    digest,
-    first_tokens,
-    go_on,
-    latest_step,
-    restore_state,
-    save_state,
-)
+from swa_jax.generation import first_tokens, go_on
+from swa_jax.state_checkpoint import Restored, digest, latest_step, restore_state, save_state
 
 
 class Checkpoints(NamedTuple):

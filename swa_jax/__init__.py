@@ -32,9 +32,13 @@ from swa_jax.paging import PageAddresses as PageAddresses
 from swa_jax.paging import pages_from_rings as pages_from_rings
 from swa_jax.paging import rings_from_pages as rings_from_pages
 from swa_jax.recompute import compare_with_recompute as compare_with_recompute
+from swa_jax.requests import Request as Request
+from swa_jax.requests import Result as Result
 from swa_jax.ring import RingGeometry as RingGeometry
 from swa_jax.rotary import YarnScaling as YarnScaling
 from swa_jax.sampling import Sampling as Sampling
+from swa_jax.serving import Server as Server
+from swa_jax.serving import serve as serve
 
 __all__ = [
     "AttentionConfig",
@@ -52,10 +56,13 @@ __all__ = [
     "PageAddresses",
     "PagedRows",
     "PrefillMetadata",
+    "Request",
+    "Result",
     "RingCache",
     "RingGeometry",
     "Sampling",
     "SequenceMetadata",
+    "Server",
     "SlidingWindowAttention",
     "V32",
     "V4",
@@ -71,5 +78,6 @@ __all__ = [
     "read_attention",
     "read_config",
     "rings_from_pages",
+    "serve",
     "stream",
 ]

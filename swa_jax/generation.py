@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from jaxtyping import Array, Int32
 from tqdm import tqdm
 
 from pallas_kernels import checks
@@ -69,20 +70,26 @@ def stream(
         stop_tokens=stop_tokens,
         chunk=prefill_chunk,
     )
-    first = np.asarray(state.tokens)
-    stopped = np.any(first[:, None] == np.asarray(state.stop_tokens), axis=1)
-    yield [[] if stop else [int(token)] for token, stop in zip(first, stopped, strict=True)]
+    yield first_tokens(state)
     if draft_tokens == 0:
-        blocks = _decode_blocks(model, params, state, block_steps)
-    else:
-        drafter = NGramDrafter() if drafter is None else drafter
-        memory = drafter.begin(model, drafter_params, prompts, state, draft_tokens=draft_tokens)
-        steps = max(1, block_steps // (draft_tokens + 1))
-        blocks = _verify_blocks(
-            model, params, state, drafter, drafter_params, memory, steps, draft_tokens
+        for _, new in go_on(model, params, state, block_steps=block_steps):
+            yield new
+        return
+    drafter = NGramDrafter() if drafter is None else drafter
+    memory = drafter.begin(model, drafter_params, prompts, state, draft_tokens=draft_tokens)
+    steps = max(1, block_steps // (draft_tokens + 1))
+    while _unfinished(state):
+        state, memory, tokens, _ = speculate_block(
+            model,
+            params,
+            state,
+            drafter,
+            drafter_params,
+            memory,
+            steps=steps,
+            draft_tokens=draft_tokens,
         )
-    for block in blocks:
-        yield [row[row >= 0].tolist() for row in block]
+        yield _of_requests(tokens)
 
 
 def generate(
@@ -147,28 +154,40 @@ def generate(
     return results
 
 
-def _decode_blocks(model, params, state: DecodeState, steps) -> Iterator[np.ndarray]:
-    while _unfinished(state):
-        state, tokens = decode_block(model, params, state, steps)
-        yield np.asarray(tokens)
+def first_tokens(state: DecodeState) -> list[list[int]]:
+    """The token that `begin` chose for each request, or nothing where it is a stop token."""
+    tokens, stops = np.asarray(state.tokens), np.asarray(state.stop_tokens)
+    stopped = np.any(tokens[:, None] == stops, axis=1)
+    return [[] if stop else [int(token)] for token, stop in zip(tokens, stopped, strict=True)]
 
 
-def _verify_blocks(
-    model, params, state: DecodeState, drafter, drafter_params, memory, steps, draft_tokens
-) -> Iterator[np.ndarray]:
+def go_on(
+    model: Decoder, params: Params, state: DecodeState, *, block_steps: int = 32
+) -> Iterator[tuple[DecodeState, list[list[int]]]]:
+    """Decodes block by block until every request has finished.
+
+    Args:
+      model: the decoder.
+      params: its variables.
+      state: the requests; donated, as is each state yielded once the next one is asked for.
+      block_steps: tokens per request between two words to the host.
+
+    Yields:
+      The state after each block, and each request's new tokens.
+
+    Raises:
+      ValueError: block_steps below 1.
+    """
+    checks.check_count("block_steps", block_steps)
     while _unfinished(state):
-        state, memory, tokens, _ = speculate_block(
-            model,
-            params,
-            state,
-            drafter,
-            drafter_params,
-            memory,
-            steps=steps,
-            draft_tokens=draft_tokens,
-        )
-        yield np.asarray(tokens)
+        state, tokens = decode_block(model, params, state, block_steps)
+        yield state, _of_requests(tokens)
 
 
 def _unfinished(state: DecodeState) -> bool:
     return bool(np.any(np.asarray(state.remaining) > 0))
+
+
+def _of_requests(tokens: Int32[Array, "b n"]) -> list[list[int]]:
+    """Each request's tokens of a block, which has -1 where there is none."""
+    return [row[row >= 0].tolist() for row in np.asarray(tokens)]

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from pallas_kernels import checks
 from swa_jax.config import DecoderConfig
-from swa_jax.decoding import DecodeState, Params, decode_block
+from swa_jax.decoding import DecodeState, Params
 from swa_jax.files import open_new
 from swa_jax.json_fields import parse_object
 from swa_jax.modules import Decoder
@@ -202,36 +201,6 @@ def digest(tree: Any) -> str:
         total.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n".encode())
         total.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return total.hexdigest()
-
-
-def first_tokens(state: DecodeState) -> list[list[int]]:
-    """The token that `begin` chose for each request, or nothing where it is a stop token."""
-    tokens, stops = np.asarray(state.tokens), np.asarray(state.stop_tokens)
-    stopped = np.any(tokens[:, None] == stops, axis=1)
-    return [[] if stop else [int(token)] for token, stop in zip(tokens, stopped, strict=True)]
-
-
-def go_on(
-    model: Decoder, params: Params, state: DecodeState, *, block_steps: int = 32
-) -> Iterator[tuple[DecodeState, list[list[int]]]]:
-    """Decodes block by block until every request has finished.
-
-    Args:
-      model: the decoder.
-      params: its variables.
-      state: the requests; donated, as is each state yielded once the next one is asked for.
-      block_steps: tokens per request between two words to the host.
-
-    Yields:
-      The state after each block, and each request's new tokens.
-
-    Raises:
-      ValueError: block_steps below 1.
-    """
-    checks.check_count("block_steps", block_steps)
-    while np.any(np.asarray(state.remaining) > 0):
-        state, tokens = decode_block(model, params, state, block_steps)
-        yield state, [row[row >= 0].tolist() for row in np.asarray(tokens)]
 
 
 def _names(directory: Path) -> list[str]:

@@ -14,10 +14,9 @@ from small_models import attention_config, decoder_config, decoder_params
 
 import swa_jax as swa
 from swa_jax.decoding import DecodeState, begin
+from swa_jax.generation import first_tokens, go_on
 from swa_jax.state_checkpoint import (
     digest,
-    first_tokens,
-    go_on,
     latest_step,
     restore_state,
     save_state,
