@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import QUICK_COMPILATION, attention_config, decoder_params
+from small_models import QUICK_COMPILATION, attention_config, decoder_params, quick_jit
 
 import swa_jax as swa
 from swa_jax import beam_search as beam_module
@@ -20,7 +20,7 @@ from swa_jax.beam_search import BeamState, beam_block, beam_search
 from swa_jax.best_of import best_of
 from swa_jax.continuations import Continuation
 from swa_jax.recompute import whole_sequence_logits
-from swa_jax.sampling import request_keys
+from swa_jax.sampling import request_keys, sample
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import beam_search as example
@@ -29,12 +29,13 @@ import byte_text
 pytestmark = pytest.mark.quick_compilation
 
 VOCABULARY, WINDOW, LIMIT = 6, 4, 4
-CONFIG = swa.DecoderConfig(VOCABULARY, 2, attention_config(WINDOW, swa.F32), mlp_size=48)
+CONFIG = swa.DecoderConfig(VOCABULARY, 1, attention_config(WINDOW, swa.F32), mlp_size=48)
 MODEL = swa.Decoder(CONFIG)
 PARAMS = [decoder_params(CONFIG, seed) for seed in range(3)]
 PROMPTS = [np.random.default_rng(n).integers(0, VOCABULARY, n) for n in (3, 7, 13)]
 CHUNK = 4
 CASES = list(zip(PARAMS, PROMPTS, strict=True))
+quick_sample = quick_jit(sample)
 TIE = 1e-4  # rows are float32: scores of two programs agree to 1e-5
 
 
@@ -148,6 +149,7 @@ def search(params, prompt, beams, stops, alpha, limit=LIMIT) -> list[Continuatio
     )
 
 
+@pytest.mark.slow
 def test_a_beam_wide_enough_for_everything_finds_what_brute_force_finds():
     ties = 0
     for case, (params, prompt) in enumerate(CASES):
@@ -160,7 +162,14 @@ def test_a_beam_wide_enough_for_everything_finds_what_brute_force_finds():
     assert ties <= 20  # of 9 x 156
 
 
-@pytest.mark.parametrize(("beams", "stops"), [(1, [1]), (3, []), (3, [0, 3])])
+@pytest.mark.parametrize(
+    ("beams", "stops"),
+    [
+        (3, [0, 3]),
+        pytest.param(1, [1], marks=pytest.mark.slow),
+        pytest.param(2, [], marks=pytest.mark.slow),
+    ],
+)
 def test_a_narrow_beam_is_a_plain_beam_search_on_the_model_without_a_cache(beams, stops):
     for case, (params, prompt) in enumerate(CASES):
         chances = chances_after_prefixes(case)
@@ -173,7 +182,6 @@ def test_a_narrow_beam_is_a_plain_beam_search_on_the_model_without_a_cache(beams
 
 
 def test_a_search_ends_once_no_beam_can_reach_those_that_have_ended(monkeypatch):
-    params, prompt = CASES[1]
     blocks = []
 
     def counted(*arguments):
@@ -181,12 +189,12 @@ def test_a_search_ends_once_no_beam_can_reach_those_that_have_ended(monkeypatch)
         return beam_block(*arguments)
 
     monkeypatch.setattr(beam_module, "beam_block", counted)
-    likeliest = int(np.argmax(chances_after_prefixes(1)[()]))
-    [best] = search(params, prompt, 1, [likeliest], alpha=0)
-    assert (blocks, best.tokens, best.stopped) == ([], [], True)
-    unlikeliest = int(np.argmin(chances_after_prefixes(1)[()]))
-    search(params, prompt, 1, [unlikeliest], alpha=0)
-    assert len(blocks) == 2  # of two steps, for three tokens after the first
+    chances = chances_after_prefixes(2)
+    for stops, count in [([1, 4], 1), ([0, 3], 2)]:
+        blocks.clear()
+        found = search(*CASES[2], 3, stops, alpha=0.0)
+        assert ties_between(found, plain_beam_search(chances, set(stops), 0.0, 3)) == 0
+        assert len(blocks) == count  # of two steps, for three tokens after the first
 
 
 def test_nothing_is_compiled_again_for_another_prompt_stop_token_or_power():
@@ -202,7 +210,7 @@ def test_nothing_is_compiled_again_for_another_prompt_stop_token_or_power():
 
 
 def state_of(beams: int, slots: int) -> BeamState:
-    cache = jax.eval_shape(lambda: swa.RingCache.create(slots, 2, CONFIG.geometry, CONFIG.fmt))
+    cache = jax.eval_shape(lambda: swa.RingCache.create(slots, 1, CONFIG.geometry, CONFIG.fmt))
     number, integer = jax.ShapeDtypeStruct((), "float32"), jax.ShapeDtypeStruct((), "int32")
     scores = jax.ShapeDtypeStruct((beams,), "float32")
     tokens = jax.ShapeDtypeStruct((beams, 8), "int32")
@@ -238,7 +246,7 @@ def test_forked_requests_go_on_independently_as_if_each_had_been_prefilled():
     starts = np.full(3, len(prompt), np.int32)
 
     def empty(slots):
-        return swa.RingCache.create(slots, 2, CONFIG.geometry, CONFIG.fmt)
+        return swa.RingCache.create(slots, 1, CONFIG.geometry, CONFIG.fmt)
 
     cache, _ = decoding.prefill(MODEL, params, empty(3), [2], [prompt], chunk=CHUNK)
     cache = jax.jit(swa.RingCache.copy_slots)(cache, np.int32([2, 2]), np.int32([0, 1]))
@@ -250,45 +258,41 @@ def test_forked_requests_go_on_independently_as_if_each_had_been_prefilled():
         np.testing.assert_array_equal(forked[i], want[i])
 
 
-def test_samples_are_those_of_as_many_prefilled_prompts_with_their_log_probabilities():
-    samples, limit = 5, 9
+def sampled_without_a_cache(params, prompt, sampling, limit, stop, alpha) -> Continuation:
+    """A continuation of one request, each token from a recompute of all before it."""
+    tokens, total = [], 0.0
+    while len(tokens) < limit and stop not in tokens:
+        whole = np.int32([[*prompt, *tokens]])
+        logits = whole_sequence_logits(MODEL, params, whole)[:, -1]
+        position = np.full(1, whole.shape[1], np.int32)
+        tokens.append(int(quick_sample(logits, position, sampling)[0]))
+        total += log_softmax(np.asarray(logits[0], np.float64))[tokens[-1]]
+    score = total / len(tokens) ** alpha
+    return Continuation([one for one in tokens if one != stop], total, score, stop in tokens)
+
+
+def test_samples_are_those_of_a_recompute_with_the_models_own_log_probabilities():
+    keys = request_keys(jax.random.key(1), 3)
+    sampling = swa.Sampling.build(3, temperature=[1.3, 0.0, 0.8], top_k=[0, 0, 4], keys=keys)
+    stopped = 0
     for params, prompt in CASES:
-        sampling = swa.Sampling.build(
-            samples, temperature=1.3, keys=request_keys(jax.random.key(1), samples)
-        )
         found = best_of(
             MODEL,
             params,
             prompt,
-            samples=samples,
-            max_new_tokens=limit,
+            samples=3,
+            max_new_tokens=9,
             sampling=sampling,
             stop_tokens=[5],
             alpha=0.8,
-            block_steps=4,
+            block_steps=5,
             prefill_chunk=CHUNK,
         )
-        want = swa.generate(
-            MODEL,
-            params,
-            [prompt] * samples,
-            max_new_tokens=limit,
-            sampling=sampling,
-            stop_tokens=[5],
-            block_steps=4,
-            prefill_chunk=CHUNK,
-        )
-        assert sorted(one.tokens for one in found) == sorted(want)
-        assert [one.score for one in found] == sorted([one.score for one in found], reverse=True)
-        for one in found:
-            assert one.stopped == (len(one.tokens) < limit)
-            chosen = [*one.tokens, *([5] if one.stopped else [])]
-            whole = np.int32([[*prompt, *chosen]])
-            logits = np.asarray(whole_sequence_logits(MODEL, params, whole[:, :-1]), np.float64)
-            rows = log_softmax(logits)[0, len(prompt) - 1 :]
-            total = rows[np.arange(len(chosen)), chosen].sum()
-            assert one.log_probability == pytest.approx(total, abs=TIE)
-            assert one.score == pytest.approx(total / len(chosen) ** 0.8, abs=TIE)
+        each = [jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], sampling) for i in range(3)]
+        want = [sampled_without_a_cache(params, prompt, one, 9, 5, 0.8) for one in each]
+        assert ties_between(found, sorted(want, key=lambda one: -one.score)) == 0
+        stopped += sum(one.stopped for one in found)
+    assert 0 < stopped < 9
 
 
 # --- refusals
