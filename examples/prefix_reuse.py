@@ -106,8 +106,9 @@ class Reuse:
         ids = np.zeros(1, np.int32)
         return prefill(self.model, self.variables, self.empty(), ids, [prompt], chunk=self.chunk)
 
-    def finish(self, cache, last, prompt: np.ndarray) -> dict:
+    def finish(self, prefilled: tuple[swa.RingCache, Any], prompt: np.ndarray) -> dict:
         """The tokens after a prompt, and a sha256 of the rows before them."""
+        cache, last = prefilled
         rows = cache.export_slot(0, len(prompt)).to_bytes()
         tokens = continue_greedily(
             self.model, self.variables, cache, last, len(prompt), self.new_tokens
@@ -127,7 +128,7 @@ class Reuse:
             cache, last, found = self.reused(prompt)
             outcome["reused"] = jax.block_until_ready((cache, last))
             seconds["reused"].append(time.perf_counter() - started)
-        whole, reused = (self.finish(*outcome[name], prompt) for name in seconds)
+        whole, reused = (self.finish(outcome[name], prompt) for name in seconds)
         return {
             "prompt_tokens": len(prompt),
             "reused_tokens": found,
@@ -167,7 +168,7 @@ def run(options: argparse.Namespace, directory: Path) -> dict:
             results.append(reuse.compare(prompt, options.repeats))
             bar.update()
         elsewhere = _in_another_process(options, directory, prompts[0])
-        here = reuse.finish(*reuse.reused(prompts[0])[:2], prompts[0])
+        here = reuse.finish(reuse.reused(prompts[0])[:2], prompts[0])
         bar.update()
         rebuilt = prefix_rebuild.measure(model, variables, prefix, following, counts, bar.update)
     return {
@@ -299,7 +300,7 @@ def _resume(options: argparse.Namespace) -> dict:
     reuse = Reuse(model, variables, store, options.chunk, options.new_tokens)
     prompt = np.array(json.loads(options.resume.read_text()), np.int32)
     cache, last, reused = reuse.reused(prompt)
-    return reuse.finish(cache, last, prompt) | {"reused_tokens": reused}
+    return reuse.finish((cache, last), prompt) | {"reused_tokens": reused}
 
 
 def _tokens(path: Path, count: int) -> np.ndarray:

@@ -3,8 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -47,9 +45,9 @@ def poisoned() -> swa.RingCache:
     return cache
 
 
-def prefilled(slot: int, prompt: np.ndarray, chunk: int = CHUNK):
+def prefilled(slot: int, prompt: np.ndarray):
     """A cache with the prompt in a slot, prefilled undisturbed, and the last hidden state."""
-    return decoding.prefill(MODEL, PARAMS, poisoned(), [slot], [prompt], chunk=chunk)
+    return decoding.prefill(MODEL, PARAMS, poisoned(), [slot], [prompt], chunk=CHUNK)
 
 
 def scores_after(cache: swa.RingCache, slot: int, position: int) -> np.ndarray:
@@ -126,10 +124,9 @@ def test_chunks_cut_elsewhere_agree_as_two_prefills_do(store):
     cache, _, reused = with_prefixes(store, prompt, [])
     assert reused == 21
     got = scores_after(cache, 0, 37)
-    for chunk in (CHUNK, 37):
-        want = scores_after(prefilled(0, prompt, chunk)[0], 0, 37)
-        assert np.max(np.abs(got - want)) <= 3e-2 * np.max(np.abs(want))
-        assert np.median(np.abs(got - want)) <= 1e-3 * np.max(np.abs(want))
+    want = scores_after(prefilled(0, prompt)[0], 0, 37)  # cut at multiples of CHUNK
+    assert np.max(np.abs(got - want)) <= 3e-2 * np.max(np.abs(want))
+    assert np.median(np.abs(got - want)) <= 1e-3 * np.max(np.abs(want))
 
 
 def test_one_program_serves_every_prompt(store):
@@ -143,44 +140,6 @@ def test_one_program_serves_every_prompt(store):
     with_prefixes(store, random_tokens(33, 1), [8, 30], slot=1)
     with_prefixes(store, random_tokens(35, 1), [3], slot=2)
     assert sizes() == before
-
-
-ANOTHER_PROCESS = """
-import sys
-import numpy as np
-sys.path.insert(0, sys.argv[2])
-import test_saved_prefixes as here
-from swa_jax.prefixes import PrefixStore, model_fingerprint
-
-folder = here.Path(sys.argv[1])
-prompt = np.load(folder / "prompt.npy")
-store = PrefixStore(folder, model_fingerprint(here.CONFIG, here.PARAMS))
-cache, last, reused = here.with_prefixes(store, prompt, [], slot=2)
-assert reused == 18, reused
-np.save(folder / "last.npy", last)
-np.save(folder / "scores.npy", here.scores_after(cache, 2, len(prompt)))
-(folder / "rows").write_bytes(here.rows_of(cache, 2, len(prompt)))
-"""
-
-
-@pytest.mark.slow
-def test_another_process_goes_on_from_the_same_file_with_the_same_bytes(tmp_path):
-    store = PrefixStore(tmp_path, model_fingerprint(CONFIG, PARAMS))
-    prompt = random_tokens(22, 1)
-    with_prefixes(store, prompt, [18])
-    cache, last = prefilled(0, prompt)
-    np.save(tmp_path / "prompt.npy", prompt)
-    # compiled as here, so that the last bits are the same
-    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    subprocess.run(
-        [sys.executable, "-c", ANOTHER_PROCESS, str(tmp_path), str(Path(__file__).parent)],
-        cwd=Path(__file__).parent.parent,
-        env=environment,
-        check=True,
-    )
-    np.testing.assert_array_equal(np.load(tmp_path / "last.npy"), last)
-    assert (tmp_path / "rows").read_bytes() == rows_of(cache, 0, 22)
-    np.testing.assert_array_equal(np.load(tmp_path / "scores.npy"), scores_after(cache, 0, 22))
 
 
 # --- the store
@@ -272,7 +231,7 @@ def test_a_prefix_of_another_cache_is_refused_before_anything_is_changed(store, 
     ("call", "message"),
     [
         (lambda s: s.save([1, 2], exported_at(3)), "tokens: expected 3, exported.next_position"),
-        (lambda s: s.save([], exported_at(0)), "tokens: expected at least one, got none"),
+        (lambda s: s.save(np.int32([]), exported_at(0)), "tokens: expected at least one, got none"),
         (lambda s: s.save([0.5], exported_at(1)), "tokens: expected integers"),
         (lambda s: s.longest([[1, 2]]), r"tokens: expected shape \(any\), got \(1, 2\)"),
         (lambda s: PrefixStore(s.directory / "none", NAME), "directory: expected an existing one"),
@@ -326,6 +285,7 @@ def test_any_other_weight_dtype_name_or_setting_is_another_model():
 L3 = decoder_config(attention_config(WINDOW, swa.F32), num_layers=3)
 
 
+@pytest.mark.slow
 def test_layer_l_is_right_after_l_plus_1_windows_less_a_token_each_and_not_before():
     prefix, following = random_tokens(60, 1), random_tokens(6, 2)
     # (l + 1) * (W - 1): 7, 14, 21
@@ -362,7 +322,11 @@ def weights(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_example_reuses_prefixes_here_and_in_another_process(weights, tmp_path, capsys):
+def test_the_example_reuses_prefixes_here_and_in_another_process(
+    weights, tmp_path, capsys, monkeypatch
+):
+    # the other process compiles as this one does, so that the last bits are the same
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     report, plot = tmp_path / "report.json", tmp_path / "plot.png"
     arguments = {
         "--prefix": 96,
@@ -381,8 +345,11 @@ def test_the_example_reuses_prefixes_here_and_in_another_process(weights, tmp_pa
     assert written["file_bytes"] > written["row_bytes"] + 4 * 96
     assert [one["reused_tokens"] for one in written["prompts"]] == [96, 96, 96, 24, 72]
     assert all(one["same_rows"] and one["same_tokens"] for one in written["prompts"])
-    other = written["another_process"]
-    assert (other["reused_tokens"], other["same_tokens"]) == (96, True)
+    assert written["another_process"] == {
+        "reused_tokens": 96,
+        "same_rows": True,
+        "same_tokens": True,
+    }
     assert [line["tokens"] for line in written["rebuilt"]] == [8, 10, 12, 14, 16]
     assert plot.read_bytes().startswith(b"\x89PNG")
     lines = capsys.readouterr().out.splitlines()
