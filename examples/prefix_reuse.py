@@ -159,7 +159,9 @@ def run(options: argparse.Namespace, directory: Path) -> dict:
     prompts = [prompt.astype(np.int32) for prompt in prompts + shared]
     with tqdm(total=3 + len(prompts) + len(counts), disable=None, leave=False) as bar:
         reuse.reused(np.append(prefix, prompts[0][-1:]), save_at)
-        path = directory / next(directory.glob(f"{options.prefix}-*")).name
+        saved = store.longest(prompts[0])
+        assert saved is not None
+        path = store.save(prefix, saved)
         bar.update()
         reuse.compare(prompts[0], 1)  # compiles
         bar.update()
@@ -231,7 +233,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--prefix", type=int, default=4096, metavar="N", help="tokens of the prefix (4096)")
     add("--chunk", type=int, default=256, metavar="N", help="tokens of one prefill call (256)")
     add("--new-tokens", type=int, default=32, metavar="N", help="to generate after each (32)")
-    add("--repeats", type=int, default=5, metavar="N", help="times are medians of N (5)")
+    add("--repeats", type=int, default=3, metavar="N", help="times are medians of N (3)")
     add("--directory", type=Path,
         help="an existing one to keep the saved prefixes in (a temporary one)")  # fmt: skip
     add("--weights", type=Path, default=WEIGHTS,

@@ -143,9 +143,7 @@ def beam_search(
     return _ranked_beams(state)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("model", "beams", "limit"), donate_argnames="cache"
-)
+@functools.partial(jax.jit, static_argnames=("model", "beams", "limit"), donate_argnames="cache")
 def _begin_beams(model, params, cache, last, length, alpha, stop_tokens, beams, limit) -> BeamState:
     """The first token of each beam: only the first beam is there, in whose slot the prompt is."""
     nothing = jnp.full((beams, limit), -1, jnp.int32)

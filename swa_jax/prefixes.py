@@ -168,9 +168,10 @@ def prefill_from_prefixes(
     """Puts a whole prompt into a state slot: the longest saved prefix, then only what follows it.
 
     The rest is prefilled in chunks that end at `save_at`, where the prefix is saved for later
-    prompts. Chunks that begin and end at the same positions write the same bytes whether the rows
-    before them were imported or not; chunks cut elsewhere agree as any two prefills do, up to the
-    last bits of the matrix products.
+    prompts. Chunks of one width that begin and end at the same positions write the same bytes
+    whether the rows before them were imported or not, so that `save_at` at multiples of `chunk`
+    keeps every prompt's bytes; chunks cut elsewhere agree as any two prefills do, up to the last
+    bits of the matrix products.
 
     Args:
       model: the decoder.

@@ -76,7 +76,7 @@ def with_prefixes(store: PrefixStore, prompt, save_at, slot: int = 0):
 
 
 def test_an_imported_prefix_goes_on_with_the_same_bytes_hidden_states_and_scores(store):
-    # one token to five windows; chunks that begin at multiples of CHUNK are prefill's own
+    # up to five windows; chunks that begin at multiples of CHUNK are prefill's own
     for length in (7, 8, 13, 24, 40):
         prompt = random_tokens(length, seed=length)
         whole, want = prefilled(1, prompt)
@@ -101,7 +101,9 @@ def test_random_prompts_that_share_prefixes_never_differ_from_undisturbed_ones(s
     reused_tokens, cache = 0, poisoned()
     saved: list[np.ndarray] = []  # prefixes saved so far
     for turn in range(24):
-        stem = stems[rng.integers(3)][: rng.integers(1, 5 * WINDOW + 1)]
+        stem = stems[rng.integers(3)][
+            : rng.integers(4, 5 * WINDOW + 1)
+        ]  # of 5 on, prefill is CHUNK wide
         prompt = np.concatenate([stem, random_tokens(rng.integers(1, 4), 100 + turn)])
         slot = int(rng.integers(SLOTS))
         cache, last, reused = prefill_from_prefixes(
