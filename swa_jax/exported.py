@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -33,33 +34,56 @@ class ExportedSlot:
     geometry: RingGeometry = dataclasses.field(metadata={"static": True})
     fmt: KVCacheFormat = dataclasses.field(metadata={"static": True})
 
-    def to_bytes(self) -> bytes:
-        """The rows and what identifies them, in the safetensors format."""
+    def to_bytes(self, model: str = "") -> bytes:
+        """The rows and what identifies them, in the safetensors format.
+
+        Args:
+          model: which model the rows are of, as `prefixes.model_fingerprint` names it; who reads
+            the bytes has to name the same one.
+        """
+        return write_safetensors(*self.to_tensors(model))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, model: str = "") -> "ExportedSlot":
+        """The inverse of `to_bytes`.
+
+        Args:
+          data: the bytes.
+          model: what `to_bytes` was given.
+
+        Raises:
+          ValueError: the bytes are cut short or are something else, or the rows are of another
+            model.
+        """
+        return cls.from_tensors(*read_safetensors(data, "exported slot"), model)
+
+    def to_tensors(self, model: str = "") -> tuple[dict[str, np.ndarray], dict[str, str]]:
+        """What `to_bytes` writes: arrays by name, and the texts of the header."""
         metadata = {
             "window": str(self.geometry.window),
             "capacity": str(self.geometry.capacity),
             "format": json.dumps(dataclasses.asdict(self.fmt)),
             "next_position": str(int(self.next_position)),
+            "model": model,
         }
-        return write_safetensors({"rows": np.asarray(self.data)}, metadata)
+        return {"rows": np.asarray(self.data)}, metadata
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "ExportedSlot":
-        """The inverse of `to_bytes`.
-
-        Raises:
-          ValueError: the bytes are cut short, or are something else.
-        """
-        tensors, metadata = read_safetensors(data, "exported slot")
+    def from_tensors(
+        cls, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str], model: str = ""
+    ) -> "ExportedSlot":
+        """The inverse of `to_tensors`. Raises ValueError as `from_bytes`; other tensors may be."""
         try:
             fmt = KVCacheFormat(**json.loads(metadata["format"]))
             geometry = RingGeometry(int(metadata["window"]), int(metadata["capacity"]))
             next_position = checks.as_int32("next_position", int(metadata["next_position"]))
-            rows = tensors["rows"]
+            rows, rows_of = tensors["rows"], metadata["model"]
         except KeyError as error:
             raise ValueError(f"exported slot: expected an entry {error}, got none") from None
         except (TypeError, ValueError) as error:
             raise ValueError(f"exported slot: expected another header, got {error}") from None
+        if rows_of != model:
+            raise ValueError(f"exported slot: expected rows of model {model!r}, got {rows_of!r}")
         if rows.dtype != np.uint8:
             raise ValueError(f"exported slot: expected uint8 rows, got {rows.dtype}")
         checks.check_shape("exported slot", rows, (None, geometry.window - 1, fmt.row_bytes))

@@ -337,6 +337,7 @@ def test_bytes_that_are_cut_short_are_refused(keep):
         ),
         ({"capacity": "2"}, "capacity: expected window"),
         ({"format": "V41"}, "exported slot: expected another header, got Expecting value"),
+        ({"format": "[3]"}, "exported slot: expected another header, got "),
         ({"format": '{"size": 3}'}, "exported slot: expected another header, got .*'size'"),
         ({"next_position": "-1"}, "expected a position from 0, got -1"),
         ({"next_position": str(2**31)}, "next_position: expected int32"),
@@ -349,12 +350,27 @@ def test_bytes_whose_header_does_not_fit_are_refused(change, message):
         ExportedSlot.from_bytes(write_safetensors(tensors, metadata | change))
 
 
-@pytest.mark.parametrize("entry", ["window", "capacity", "format", "next_position"])
+@pytest.mark.parametrize("entry", ["window", "capacity", "format", "next_position", "model"])
 def test_bytes_without_an_entry_are_refused(entry):
     tensors, metadata = read_safetensors(filled().export_slot(0, 3).to_bytes())
     del metadata[entry]
     with pytest.raises(ValueError, match=f"expected an entry '{entry}', got none"):
         ExportedSlot.from_bytes(write_safetensors(tensors, metadata))
+
+
+@pytest.mark.parametrize(("saved", "asked"), [("a", "b"), ("a", ""), ("", "b")])
+def test_rows_of_another_model_of_the_same_shape_are_refused(saved, asked):
+    exported = filled().export_slot(0, 3)
+    data = exported.to_bytes(model=saved)
+    assert ExportedSlot.from_bytes(data, model=saved).to_bytes() == exported.to_bytes()
+    with pytest.raises(ValueError, match=f"expected rows of model '{asked}', got '{saved}'"):
+        ExportedSlot.from_bytes(data, model=asked)
+
+
+def test_bytes_without_rows_are_refused():
+    tensors, metadata = read_safetensors(filled().export_slot(0, 3).to_bytes())
+    with pytest.raises(ValueError, match="expected an entry 'rows', got none"):
+        ExportedSlot.from_bytes(write_safetensors({"row": tensors["rows"]}, metadata))
 
 
 # --- a moved request goes on as if it had stayed

@@ -1,0 +1,93 @@
+"""What forks of one prompt share: its prefill, a step of all slots, and what a continuation is."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels import checks
+from swa_jax.cache import RingCache
+from swa_jax.decoding import Params, Prompt, prefill, token_ids
+from swa_jax.metadata import DecodeMetadata
+from swa_jax.modules import Decoder
+
+
+class Continuation(NamedTuple):
+    """One continuation of a prompt.
+
+    Attributes:
+      tokens: its token ids, without the stop token.
+      log_probability: natural log, of all its tokens after the prompt, a stop token included.
+      score: log_probability / (number of those tokens) ** alpha.
+      stopped: whether a stop token ended it, and not the limit.
+    """
+
+    tokens: list[int]
+    log_probability: float
+    score: float
+    stopped: bool
+
+
+def prefill_first(
+    model: Decoder, params: Params, prompt: Prompt, slots: int, chunk: int
+) -> tuple[RingCache, Float[Array, "1 hidden"], Int32[np.ndarray, ""]]:
+    """A cache with the prompt in the first of some slots.
+
+    Args:
+      model: the decoder.
+      params: its variables.
+      prompt: token ids of one request, or bytes.
+      slots: how many the cache has.
+      chunk: as of `prefill`.
+
+    Returns:
+      The cache; the hidden state of the prompt's last token; and the prompt's length.
+
+    Raises:
+      ValueError: as `prefill`.
+    """
+    tokens = token_ids(model, "prompt", prompt)
+    config = model.config
+    cache = RingCache.create(slots, config.num_layers, config.geometry, config.fmt)
+    cache, last = prefill(model, params, cache, np.zeros(1, np.int32), [tokens], chunk=chunk)
+    return cache, last, np.asarray(len(tokens), np.int32)
+
+
+def decode_step(
+    model: Decoder,
+    params: Params,
+    cache: RingCache,
+    slots: Int32[Array, " k"],
+    tokens: Int32[Array, " k"],
+    positions: Int32[Array, " k"],
+) -> tuple[Float32[Array, "k vocab"], RingCache]:
+    """Scores after one token in each state slot, and the new cache.
+
+    Args:
+      model: the decoder.
+      params: its variables.
+      cache: the rings.
+      slots: int32[k], distinct state slots.
+      tokens: int32[k].
+      positions: int32[k]; at -1 nothing is stored.
+    """
+    meta = DecodeMetadata.build(cache.geometry, slots, positions[:, None])
+    apply: Any = model.apply  # Flax does not tell its type
+    hidden, cache = apply(params, tokens[:, None], cache, meta)
+    return apply(params, hidden[:, 0], method="logits"), cache
+
+
+def checked_stops(model: Decoder, stop_tokens: Sequence[int]) -> Int32[np.ndarray, " n"]:
+    """The stop tokens, each once; ValueError for what is no token id."""
+    if not len(stop_tokens):
+        return np.zeros(0, np.int32)
+    return np.unique(token_ids(model, "stop_tokens", stop_tokens))
+
+
+def checked_alpha(alpha: float) -> float:
+    """The power of the length by which log-probabilities are divided; ValueError below 0."""
+    number = checks.as_float("alpha", alpha)
+    if not 0 <= number < np.inf:
+        raise ValueError(f"alpha: expected a number of 0 or more, got {alpha!r}")
+    return number
