@@ -172,13 +172,10 @@ def decode_attention(
         scale_floor=config.scale_floor,
         implementation=implementation,
     )
-    if q.shape[1] > 1:
-        sinks = params["sinks"]
-        out = verify_attention(q, rows, meta, sinks, rotation, extra, config, implementation)
-    else:
-        out = attend_indexed(
-            q, rotation, rows, meta.indices, params["sinks"], extra, config, implementation
-        )
+    sinks = params["sinks"]
+    if q.shape[1] > 1 and extra is None:
+        return verify_attention(q, rows, meta, sinks, rotation, config, implementation), rows
+    out = attend_indexed(q, rotation, rows, meta.indices, sinks, extra, config, implementation)
     return out, rows
 
 

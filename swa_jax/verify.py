@@ -6,14 +6,18 @@ queries, which differ in a row or two, are gathered and decoded once.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import ExtraKV, KVRows, dequantize_rows, load_rows
+from pallas_kernels import KVRows, dequantize_rows, load_rows
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.indexed_attention import OPERATION as INDEXED_ATTENTION
 from swa_jax.config import AttentionConfig
 from swa_jax.heads import Rotation, attend_band, attend_indexed
 from swa_jax.metadata import DecodeMetadata
+
+# Requests at once: memory for decoded rows does not grow with the batch.
+_REQUESTS = 8
 
 
 def verify_attention(
@@ -22,7 +26,6 @@ def verify_attention(
     meta: DecodeMetadata,
     sink: Float[Array, " h"],
     rotation: Rotation,
-    extra: ExtraKV | None,
     config: AttentionConfig,
     implementation: Implementation = None,
 ) -> Float[Array, "b t h d"]:
@@ -34,7 +37,6 @@ def verify_attention(
       meta: addresses of the step.
       sink: floating[H].
       rotation: cosines and sines at the queries' positions.
-      extra: a compressed cache in the same softmax, its indices [B * T, K]; or None.
       config: the layer's configuration.
       implementation: None, "xla", "triton" or "interpret".
 
@@ -44,22 +46,38 @@ def verify_attention(
     Raises:
       NotImplementedError: the implementation named cannot do it.
     """
-    return _OPERATION(implementation, q, rows, meta, sink, *rotation, extra, config=config)
+    return _OPERATION(implementation, q, rows, meta, sink, *rotation, config=config)
 
 
-def _by_band(q, rows, meta, sink, cos, sin, extra, *, config: AttentionConfig):
-    slots = _band_slots(meta)
-    decoded = dequantize_rows(load_rows(rows, slots), rows.fmt)
-    segments = jnp.where(slots >= 0, 0, -1)
-    return attend_band(q, (cos, sin), decoded, segments, sink, extra, config)
+def _by_band(q, rows, meta, sink, cos, sin, *, config: AttentionConfig):
+    def attend(inputs):
+        q, slots, cos, sin = inputs
+        decoded = dequantize_rows(load_rows(rows, slots), rows.fmt)
+        segments = jnp.where(slots >= 0, 0, -1)
+        return attend_band(q, (cos, sin), decoded, segments, sink, None, config)
+
+    inputs = (q, _band_slots(meta), cos, sin)
+    batch = q.shape[0]
+    if batch <= _REQUESTS:
+        return attend(inputs)
+    groups = -(-batch // _REQUESTS)
+    missing = groups * _REQUESTS - batch
+
+    def split(x):
+        """[groups, _REQUESTS, ...]; the requests added read slot 0, and nobody reads them."""
+        x = jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)))
+        return x.reshape(groups, _REQUESTS, *x.shape[1:])
+
+    out = lax.map(attend, jax.tree.map(split, inputs))
+    return out.reshape(-1, *out.shape[2:])[:batch]
 
 
 def _by_index(
-    q, rows, meta, sink, cos, sin, extra, *, config: AttentionConfig, card: str, interpret: bool
+    q, rows, meta, sink, cos, sin, *, config: AttentionConfig, card: str, interpret: bool
 ):
     del card  # the operation inside asks for itself
     implementation = "interpret" if interpret else "triton"
-    return attend_indexed(q, (cos, sin), rows, meta.indices, sink, extra, config, implementation)
+    return attend_indexed(q, (cos, sin), rows, meta.indices, sink, None, config, implementation)
 
 
 def _band_slots(meta: DecodeMetadata) -> Int32[Array, "b kt"]:
@@ -75,13 +93,13 @@ def _band_slots(meta: DecodeMetadata) -> Int32[Array, "b kt"]:
     return jnp.concatenate([before, meta.slots.reshape(batch, tokens)], axis=1)
 
 
-def _refusal(q, rows, meta, sink, cos, sin, extra, *, config: AttentionConfig) -> str | None:
+def _refusal(q, rows, meta, sink, cos, sin, *, config: AttentionConfig) -> str | None:
     def flat(array):
         return jax.eval_shape(lambda x: x.reshape(-1, *x.shape[2:]), array)
 
     angle = None if config.hadamard else flat(cos)
     return INDEXED_ATTENTION.refusal(
-        flat(q), rows, meta.indices, None, extra, sink, None, angle, angle,
+        flat(q), rows, meta.indices, None, None, sink, None, angle, angle,
         query_norm_eps=None, pairing=config.pairing, output_format=None,
     )  # fmt: skip
 
