@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from generate import PROMPT, WEIGHTS, load_model
 
 import swa_jax as swa
-from swa_jax.beam_search import BeamState, beam_block, beam_search
-from swa_jax.best_of import best_of
+from swa_jax.beams import BeamState, beam_block, beam_search
+from swa_jax.best_of_n import best_of
 from swa_jax.continuations import Continuation
 from swa_jax.sampling import request_keys
 

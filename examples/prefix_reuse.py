@@ -20,16 +20,14 @@ from typing import Any, NoReturn
 
 import byte_text
 import jax
-import jax.numpy as jnp
 import numpy as np
 import prefix_rebuild
 from generate import WEIGHTS, load_model
 from tqdm import tqdm
 
 import swa_jax as swa
-from swa_jax.decoding import DecodeState, decode_block, prefill
+from swa_jax.decoding import begin_prefilled, decode_block, prefill
 from swa_jax.prefixes import PrefixStore, model_fingerprint, prefill_from_prefixes
-from swa_jax.sampling import sample
 
 QUESTIONS = (
     b"\n\ndef main():\n    parser = ",
@@ -55,24 +53,21 @@ def continue_greedily(
     Returns:
       Token ids.
     """
-    sampling = swa.Sampling.build(1)
-    positions = jnp.full(1, length, jnp.int32)
-    logits: Any = jax.jit(model.apply, static_argnames="method")(variables, last, method="logits")
-    first = sample(logits, positions, sampling)
-    tokens = first.tolist()
-    state = DecodeState(
-        cache=cache,
-        state_ids=jnp.zeros(1, jnp.int32),
-        positions=positions,
-        tokens=first,
-        remaining=jnp.full(1, count - 1, jnp.int32),
-        oldest=jnp.maximum(positions - (cache.geometry.window - 1), 0),
-        highest=positions - 1,
-        stop_tokens=jnp.full((1, 1), -1, jnp.int32),
-        sampling=sampling,
+    window = cache.geometry.window
+    state = begin_prefilled(
+        model,
+        variables,
+        cache,
+        last,
+        np.zeros(1, np.int32),
+        np.full(1, length, np.int32),
+        oldest=np.full(1, max(length - (window - 1), 0), np.int32),
+        max_new_tokens=count,
+        sampling=swa.Sampling.build(1),
     )
+    first = state.tokens.tolist()
     _, block = decode_block(model, variables, state, count - 1)
-    return tokens + np.asarray(block)[0].tolist()
+    return first + np.asarray(block)[0].tolist()
 
 
 class Reuse:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import swa_jax as swa
 from swa_jax.decoding import begin
 from swa_jax.generation import first_tokens, go_on
-from swa_jax.state_checkpoint import Restored, digest, latest_step, restore_state, save_state
+from swa_jax.prefixes import model_fingerprint
+from swa_jax.state_checkpoint import Restored, latest_step, restore_state, save_state
 
 
 class Checkpoints(NamedTuple):
@@ -42,7 +43,7 @@ def open_checkpoints(
       directory: for the checkpoints of one text.
       every: bytes from one to the next.
       model: the decoder.
-      variables: its parameters, of which a digest is kept.
+      variables: its parameters, of which a fingerprint is kept.
       settings: what else decides the text, as JSON values by name.
       resume: whether to go on from the last checkpoint.
 
@@ -50,7 +51,7 @@ def open_checkpoints(
       ValueError: there are checkpoints, and `resume` does not say to go on from them; or the last
         one is of something else, or cannot be read.
     """
-    settings = {**settings, "weights": digest(variables)}
+    settings = {**settings, "model": model_fingerprint(model.config, variables)}
     if latest_step(directory) is None:
         if resume:
             print(f"{directory}: no checkpoint, starting anew", file=sys.stderr)

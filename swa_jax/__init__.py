@@ -11,10 +11,13 @@ from pallas_kernels import KVCacheFormat as KVCacheFormat
 from swa_jax import checkpoint as checkpoint
 from swa_jax import presets as presets
 from swa_jax.attention_module import SlidingWindowAttention as SlidingWindowAttention
+from swa_jax.beams import beam_search as beam_search
+from swa_jax.best_of_n import best_of as best_of
 from swa_jax.cache import RingCache as RingCache
 from swa_jax.config import AttentionConfig as AttentionConfig
 from swa_jax.config import DecoderConfig as DecoderConfig
 from swa_jax.config import ExpertsConfig as ExpertsConfig
+from swa_jax.continuations import Continuation as Continuation
 from swa_jax.conversion import convert_rows as convert_rows
 from swa_jax.drafting import ModelDrafter as ModelDrafter
 from swa_jax.drafting import NGramDrafter as NGramDrafter
@@ -31,6 +34,9 @@ from swa_jax.modules import DecoderLayer as DecoderLayer
 from swa_jax.paging import PageAddresses as PageAddresses
 from swa_jax.paging import pages_from_rings as pages_from_rings
 from swa_jax.paging import rings_from_pages as rings_from_pages
+from swa_jax.prefixes import PrefixStore as PrefixStore
+from swa_jax.prefixes import model_fingerprint as model_fingerprint
+from swa_jax.prefixes import prefill_from_prefixes as prefill_from_prefixes
 from swa_jax.recompute import compare_with_recompute as compare_with_recompute
 from swa_jax.requests import Request as Request
 from swa_jax.requests import Result as Result
@@ -43,6 +49,7 @@ from swa_jax.serving import serve as serve
 __all__ = [
     "AttentionConfig",
     "BF16",
+    "Continuation",
     "DecodeMetadata",
     "Decoder",
     "DecoderConfig",
@@ -56,6 +63,7 @@ __all__ = [
     "PageAddresses",
     "PagedRows",
     "PrefillMetadata",
+    "PrefixStore",
     "Request",
     "Result",
     "RingCache",
@@ -69,11 +77,15 @@ __all__ = [
     "V41",
     "V41_FP4",
     "YarnScaling",
+    "beam_search",
+    "best_of",
     "checkpoint",
     "compare_with_recompute",
     "convert_rows",
     "generate",
+    "model_fingerprint",
     "pages_from_rings",
+    "prefill_from_prefixes",
     "presets",
     "read_attention",
     "read_config",

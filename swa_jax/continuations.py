@@ -1,16 +1,16 @@
-"""What forks of one prompt share: its prefill, a step of all slots, and what a continuation is."""
+"""What forks of one prompt share: its prefill, and what a continuation is."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import checks
 from swa_jax.cache import RingCache
-from swa_jax.decoding import Params, Prompt, prefill, token_ids
-from swa_jax.metadata import DecodeMetadata
+from swa_jax.decoding import Params, prefill
 from swa_jax.modules import Decoder
+from swa_jax.prompts import Prompt, token_ids
 
 
 class Continuation(NamedTuple):
@@ -52,30 +52,6 @@ def prefill_first(
     cache = RingCache.create(slots, config.num_layers, config.geometry, config.fmt)
     cache, last = prefill(model, params, cache, np.zeros(1, np.int32), [tokens], chunk=chunk)
     return cache, last, np.asarray(len(tokens), np.int32)
-
-
-def decode_step(
-    model: Decoder,
-    params: Params,
-    cache: RingCache,
-    slots: Int32[Array, " k"],
-    tokens: Int32[Array, " k"],
-    positions: Int32[Array, " k"],
-) -> tuple[Float32[Array, "k vocab"], RingCache]:
-    """Scores after one token in each state slot, and the new cache.
-
-    Args:
-      model: the decoder.
-      params: its variables.
-      cache: the rings.
-      slots: int32[k], distinct state slots.
-      tokens: int32[k].
-      positions: int32[k]; at -1 nothing is stored.
-    """
-    meta = DecodeMetadata.build(cache.geometry, slots, positions[:, None])
-    apply: Any = model.apply  # Flax does not tell its type
-    hidden, cache = apply(params, tokens[:, None], cache, meta)
-    return apply(params, hidden[:, 0], method="logits"), cache
 
 
 def checked_stops(model: Decoder, stop_tokens: Sequence[int]) -> Int32[np.ndarray, " n"]:

@@ -16,13 +16,11 @@ from pallas_kernels.serialization import register_serialization
 from swa_jax.cache import RingCache
 from swa_jax.metadata import DecodeMetadata, PrefillMetadata
 from swa_jax.modules import Decoder
+from swa_jax.prompts import Prompt, token_ids, token_limits
 from swa_jax.sampling import Sampling, sample
 
 Params = Any
 """A module's variables, {"params": ...}."""
-
-Prompt = Sequence[int] | np.ndarray
-"""Token ids of one request; bytes count as such."""
 
 
 @register_serialization
@@ -229,9 +227,7 @@ def prefill(
         raise ValueError("prompts: expected at least one prompt, got none")
     state_ids = checks.as_int32("state_ids", state_ids)
     checks.check_shape("state_ids", state_ids, (len(rows),))
-    ids = np.asarray(state_ids)
-    if np.any((ids < 0) | (ids >= cache.slots)):
-        raise ValueError(f"state_ids: expected 0 to {cache.slots - 1}, got {ids.tolist()}")
+    _checked_slots(cache, state_ids)
     longest = max(map(len, rows))
     width = min(chunk, 1 << (longest - 1).bit_length())
     dtype = model.config.layers[0].dtype
@@ -276,14 +272,55 @@ def begin(
     batch = len(prompts)
     if batch > cache.slots:
         raise ValueError(f"cache: expected at least {batch} state slots, got {cache.slots}")
-    limits = token_limits(max_new_tokens, batch)
-    checks.check_shape("sampling.temperature", sampling.temperature, (batch,))
-    ends = token_ids(model, "stop_tokens", stop_tokens) if len(stop_tokens) else ()
-    stops = np.broadcast_to(np.asarray([-1, *ends], np.int32), (batch, 1 + len(ends)))
+    requests = _settings(model, batch, max_new_tokens, sampling, stop_tokens)
     state_ids = np.arange(batch, dtype=np.int32)
     cache, last = prefill(model, params, cache, state_ids, prompts, chunk=chunk)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    return _begin(model, params, cache, last, state_ids, lengths, limits, stops, sampling)
+    return _begin(model, params, cache, last, state_ids, lengths, np.zeros_like(lengths), *requests)
+
+
+def begin_prefilled(
+    model: Decoder,
+    params: Params,
+    cache: RingCache,
+    last: Float[Array, "b hidden"],
+    state_ids: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    oldest: ArrayLike,
+    max_new_tokens: int | Sequence[int],
+    sampling: Sampling,
+    stop_tokens: Sequence[int] = (),
+) -> DecodeState:
+    """Chooses the first token of requests whose prompts are in the cache already.
+
+    Args:
+      model: the decoder.
+      params: its variables.
+      cache: the rings; donated.
+      last: [B, hidden], hidden states of the prompts' last tokens, as `prefill` returns them.
+      state_ids: integers[B], distinct state slots that hold the prompts' rows.
+      lengths: integers[B], tokens of the prompts.
+      oldest: integers[B], the lowest position whose row each slot was given: 0 after a prefill,
+        max(0, n - (W - 1)) after an import with n as its next position.
+      max_new_tokens: as in `begin`, and so are the others.
+      sampling: how tokens are chosen.
+      stop_tokens: token ids that end a request.
+
+    Raises:
+      ValueError: as `begin`, or a wrong shape, a state slot out of range or given twice.
+    """
+    checks.check_shape("last", last, (None, model.config.hidden_size))
+    batch = last.shape[0]
+    given = {"state_ids": state_ids, "lengths": lengths, "oldest": oldest}
+    state_ids, lengths, oldest = (checks.as_int32(name, value) for name, value in given.items())
+    for name, value in zip(given, (state_ids, lengths, oldest), strict=True):
+        checks.check_shape(name, value, (batch,))
+    ids = _checked_slots(cache, state_ids)
+    if len(np.unique(ids)) < batch:
+        raise ValueError(f"state_ids: expected distinct state slots, got {ids.tolist()}")
+    requests = _settings(model, batch, max_new_tokens, sampling, stop_tokens)
+    return _begin(model, params, cache, last, state_ids, lengths, oldest, *requests)
 
 
 def rollback(state: DecodeState, positions: ArrayLike, tokens: ArrayLike) -> DecodeState:
@@ -324,55 +361,29 @@ def rollback(state: DecodeState, positions: ArrayLike, tokens: ArrayLike) -> Dec
     return dataclasses.replace(state, positions=positions, tokens=tokens, remaining=remaining)
 
 
-def token_ids(model: Decoder, name: str, values: Prompt) -> Int32[np.ndarray, " n"]:
-    """Token ids as an array, checked.
-
-    Args:
-      model: the decoder; its vocabulary sets the range.
-      name: the argument's name, for the message.
-      values: at least one token id.
-
-    Raises:
-      ValueError: there is none, or one is out of range.
-    """
-    if isinstance(values, str):
-        raise ValueError(f"{name}: expected token ids or bytes, got text {values!r}")
-    row = np.frombuffer(values, np.uint8) if isinstance(values, bytes) else np.asarray(values)
-    if row.ndim != 1 or row.size == 0:
-        raise ValueError(f"{name}: expected at least one token, got shape {row.shape}")
-    limit = model.config.vocab_size
-    if row.dtype.kind not in "iu" or row.min() < 0 or row.max() >= limit:
-        raise ValueError(f"{name}: expected token ids from 0 to {limit - 1}, got {values!r}")
-    return row.astype(np.int32)
-
-
-def token_limits(max_new_tokens: int | Sequence[int], batch: int) -> Int32[np.ndarray, " b"]:
-    """Tokens to choose for each request, from one number for all or one for each.
-
-    Args:
-      max_new_tokens: 1 or more.
-      batch: B, number of requests.
-
-    Raises:
-      ValueError: not integers of 1 or more, or not B of them.
-    """
-    limits = np.asarray(max_new_tokens)
-    fits = limits.dtype.kind in "iu" and limits.shape in ((), (batch,))
-    if not fits or np.any((limits < 1) | (limits > checks.INT32_MAX)):
-        raise ValueError(
-            f"max_new_tokens: expected an integer of 1 or more, or {batch} of them, got "
-            f"{max_new_tokens!r}"
-        )
-    return np.broadcast_to(limits, (batch,)).astype(np.int32)
-
-
 def _apply(model, params, tokens, cache, meta) -> tuple[Float[Array, "b t hidden"], RingCache]:
     """`model.apply` with a cache, whose type Flax does not tell."""
     return model.apply(params, tokens, cache, meta)
 
 
+def _checked_slots(cache: RingCache, state_ids: ArrayLike) -> Int32[np.ndarray, " b"]:
+    ids = np.asarray(state_ids)
+    if np.any((ids < 0) | (ids >= cache.slots)):
+        raise ValueError(f"state_ids: expected 0 to {cache.slots - 1}, got {ids.tolist()}")
+    return ids
+
+
+def _settings(model, batch, max_new_tokens, sampling, stop_tokens):
+    """Limits, stop tokens [B, n] and sampling of B requests, checked."""
+    limits = token_limits(max_new_tokens, batch)
+    checks.check_shape("sampling.temperature", sampling.temperature, (batch,))
+    ends = token_ids(model, "stop_tokens", stop_tokens) if len(stop_tokens) else ()
+    stops = np.broadcast_to(np.asarray([-1, *ends], np.int32), (batch, 1 + len(ends)))
+    return limits, stops, sampling
+
+
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
-def _begin(model, params, cache, last, state_ids, lengths, limits, stop_tokens, sampling):
+def _begin(model, params, cache, last, state_ids, lengths, oldest, limits, stop_tokens, sampling):
     token = sample(model.apply(params, last, method="logits"), lengths, sampling)
     stops = jnp.any(token[:, None] == stop_tokens, axis=1)
     return DecodeState(
@@ -381,7 +392,7 @@ def _begin(model, params, cache, last, state_ids, lengths, limits, stop_tokens, 
         positions=lengths,
         tokens=token,
         remaining=jnp.where(stops, 0, limits - 1),
-        oldest=jnp.zeros_like(lengths),
+        oldest=oldest,
         highest=lengths - 1,
         stop_tokens=stop_tokens,
         sampling=sampling,

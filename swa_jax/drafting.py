@@ -12,8 +12,9 @@ from jaxtyping import Array, Int32
 
 from pallas_kernels import checks
 from swa_jax.cache import RingCache
-from swa_jax.decoding import DecodeState, Params, Prompt, decode_step, prefill
+from swa_jax.decoding import DecodeState, Params, decode_step, prefill
 from swa_jax.modules import Decoder
+from swa_jax.prompts import Prompt
 from swa_jax.sampling import sample
 
 

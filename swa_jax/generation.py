@@ -8,9 +8,10 @@ from tqdm import tqdm
 
 from pallas_kernels import checks
 from swa_jax.cache import RingCache
-from swa_jax.decoding import DecodeState, Params, Prompt, begin, decode_block, token_limits
+from swa_jax.decoding import DecodeState, Params, begin, decode_block
 from swa_jax.drafting import Drafter, NGramDrafter
 from swa_jax.modules import Decoder
+from swa_jax.prompts import Prompt, token_limits
 from swa_jax.sampling import Sampling
 from swa_jax.speculation import check_draft_tokens, speculate_block
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
-from swa_jax.decoding import Prompt
+from swa_jax.prompts import Prompt
 from swa_jax.sampling import Sampling
 
 Finish = Literal["stop", "length", "cancelled"]

@@ -193,16 +193,6 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
     return max(_steps(Path(directory).absolute()), default=None)
 
 
-def digest(tree: Any) -> str:
-    """SHA-256 of all arrays of a tree: paths, dtypes, shapes and bytes; 64 hexadecimal digits."""
-    total = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        array = np.asarray(jax.device_get(leaf))
-        total.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n".encode())
-        total.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return total.hexdigest()
-
-
 def _names(directory: Path) -> list[str]:
     if not directory.exists():
         return []

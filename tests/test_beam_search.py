@@ -14,10 +14,10 @@ import pytest
 from small_models import QUICK_COMPILATION, attention_config, decoder_params, quick_jit
 
 import swa_jax as swa
-from swa_jax import beam_search as beam_module
+from swa_jax import beams as beam_module
 from swa_jax import decoding
-from swa_jax.beam_search import BeamState, beam_block, beam_search
-from swa_jax.best_of import best_of
+from swa_jax.beams import BeamState, beam_block, beam_search
+from swa_jax.best_of_n import best_of
 from swa_jax.continuations import Continuation
 from swa_jax.recompute import whole_sequence_logits
 from swa_jax.sampling import request_keys, sample

@@ -16,7 +16,6 @@ import swa_jax as swa
 from swa_jax.decoding import DecodeState, begin
 from swa_jax.generation import first_tokens, go_on
 from swa_jax.state_checkpoint import (
-    digest,
     latest_step,
     restore_state,
     save_state,
@@ -189,20 +188,6 @@ def test_a_first_token_that_is_a_stop_token_is_not_part_of_the_text():
     tokens, stops = jnp.asarray([4, 5, 6], jnp.int32), jnp.asarray([[-1], [5], [4]], jnp.int32)
     state = dataclasses.replace(state, tokens=tokens, stop_tokens=stops)
     assert first_tokens(state) == [[4], [], [6]]
-
-
-def test_a_digest_tells_values_names_dtypes_and_shapes_apart():
-    values = np.arange(4, dtype=np.int32)
-    trees = [
-        {"a": values},
-        {"b": values},
-        {"a": values[::-1]},
-        {"a": values.view(np.uint32)},
-        {"a": values.reshape(2, 2)},
-        {"a": values[:2], "b": values[2:]},
-    ]
-    assert len({digest(tree) for tree in trees}) == len(trees)
-    assert digest({"a": jnp.asarray(values)}) == digest({"a": values})
 
 
 # --- what is kept

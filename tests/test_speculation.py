@@ -314,11 +314,11 @@ def test_the_n_gram_drafter_is_a_lookup_in_what_was_written(shortest):
 
 
 def test_acceptance_keeps_the_distribution():
-    """Of 4,096 requests with one prompt and keys of their own, at the first two positions.
+    """Of 2,048 requests with one prompt and keys of their own, at the first two positions.
 
     A right program fails with a probability of 2e-6: two chi-square tests at 1e-6 each.
     """
-    prompt, batch, rounds = PROMPTS[1][:5], 512, 8
+    prompt, batch, rounds = PROMPTS[1][:5], 256, 8
     fixed = np.full(batch, 7, np.int32)
     favourites = np.tile(np.array([[7, 3, 11, 3, 11, 3, 11, 3]], np.int32), (batch, 1))
     told = np.concatenate([np.tile(np.asarray(prompt, np.int32), (batch, 1)), favourites], axis=1)

@@ -16,11 +16,11 @@ from swa_jax.continuations import (
     Continuation,
     checked_alpha,
     checked_stops,
-    decode_step,
     prefill_first,
 )
-from swa_jax.decoding import Params, Prompt
+from swa_jax.decoding import Params, decode_step
 from swa_jax.modules import Decoder
+from swa_jax.prompts import Prompt
 from swa_jax.sampling import Sampling, sample
 
 
@@ -115,8 +115,10 @@ def _sample_block(model, params, state: _Samples, stop_tokens, sampling: Samplin
 
     def step(state: _Samples, _):
         places = jnp.where(state.stopped, -1, state.position)
-        logits, cache = decode_step(model, params, state.cache, slots, state.tokens, places)
-        return _draw(state._replace(cache=cache), logits, stop_tokens, sampling)
+        logits, cache = decode_step(
+            model, params, state.cache, slots, state.tokens[:, None], places[:, None]
+        )
+        return _draw(state._replace(cache=cache), logits[:, 0], stop_tokens, sampling)
 
     return lax.scan(step, state, length=steps)
 

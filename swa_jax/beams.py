@@ -16,11 +16,11 @@ from swa_jax.continuations import (
     Continuation,
     checked_alpha,
     checked_stops,
-    decode_step,
     prefill_first,
 )
-from swa_jax.decoding import Params, Prompt
+from swa_jax.decoding import Params, decode_step
 from swa_jax.modules import Decoder
+from swa_jax.prompts import Prompt
 
 
 @jax.tree_util.register_dataclass
@@ -73,8 +73,10 @@ def beam_block(model: Decoder, params: Params, state: BeamState, steps: int) -> 
     def step(state: BeamState, _):
         newest = state.tokens[:, jnp.maximum(state.step - 1, 0)]
         places = jnp.broadcast_to(jnp.where(state.step < limit, state.position, -1), (beams,))
-        logits, cache = decode_step(model, params, state.cache, slots, newest, places)
-        return _choose(dataclasses.replace(state, cache=cache), logits), None
+        logits, cache = decode_step(
+            model, params, state.cache, slots, newest[:, None], places[:, None]
+        )
+        return _choose(dataclasses.replace(state, cache=cache), logits[:, 0]), None
 
     state, _ = lax.scan(step, state, length=steps)
     return state
