@@ -16,6 +16,7 @@ from pallas_kernels.serialization import register_serialization
 from swa_jax.cache import RingCache
 from swa_jax.metadata import DecodeMetadata, PrefillMetadata
 from swa_jax.modules import Decoder
+from swa_jax.placement import check_places, first_state_ids, replicate, replicated
 from swa_jax.sampling import Sampling, sample
 
 Params = Any
@@ -86,7 +87,7 @@ def prefill_chunk(
     hidden, cache = _apply(model, params, tokens, cache, meta)
     end = jnp.maximum(lengths - 1, 0)[:, None, None]
     newest = jnp.take_along_axis(hidden, end, axis=1)[:, 0]
-    return cache, jnp.where(lengths[:, None] > 0, newest, last)
+    return cache, replicate(jnp.where(lengths[:, None] > 0, newest, last), cache.sharding)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "steps"), donate_argnames="state")
@@ -125,7 +126,7 @@ def decode_block(
         return state, jnp.where(live & ~stops, token, -1)
 
     state, tokens = lax.scan(step, state, length=steps)
-    return state, tokens.T
+    return _settled(state), replicate(tokens.T, state.cache.sharding)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
@@ -198,10 +199,12 @@ def prefill(
     ids = np.asarray(state_ids)
     if np.any((ids < 0) | (ids >= cache.slots)):
         raise ValueError(f"state_ids: expected 0 to {cache.slots - 1}, got {ids.tolist()}")
+    check_places(cache.sharding, cache.slots, ids)
     longest = max(map(len, rows))
     width = min(chunk, 1 << (longest - 1).bit_length())
     dtype = model.config.layers[0].dtype
-    last = jnp.zeros((len(rows), model.config.hidden_size), dtype)
+    shape = (len(rows), model.config.hidden_size)
+    last = jnp.zeros(shape, dtype, device=replicated(cache.sharding))
     for start in range(0, longest, width):
         lengths = np.array([min(max(len(row) - start, 0), width) for row in rows], np.int32)
         tokens = np.zeros((len(rows), width), np.int32)
@@ -246,7 +249,7 @@ def begin(
     checks.check_shape("sampling.temperature", sampling.temperature, (batch,))
     ends = token_ids(model, "stop_tokens", stop_tokens) if len(stop_tokens) else ()
     stops = np.broadcast_to(np.asarray([-1, *ends], np.int32), (batch, 1 + len(ends)))
-    state_ids = np.arange(batch, dtype=np.int32)
+    state_ids = first_state_ids(cache.sharding, cache.slots, batch)
     cache, last = prefill(model, params, cache, state_ids, prompts, chunk=chunk)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     return _begin(model, params, cache, last, state_ids, lengths, limits, stops, sampling)
@@ -286,6 +289,7 @@ def rollback(state: DecodeState, positions: ArrayLike, tokens: ArrayLike) -> Dec
             f"{np.asarray(state.highest).tolist()}, within rows that were stored, and not after "
             f"{now.tolist()}; got {new.tolist()}. Go back farther with a snapshot or a new prefill"
         )
+    positions, tokens = replicate((positions, tokens), state.cache.sharding)
     remaining = state.remaining + (state.positions - positions)
     return dataclasses.replace(state, positions=positions, tokens=tokens, remaining=remaining)
 
@@ -350,7 +354,7 @@ def _apply(model, params, tokens, cache, meta) -> tuple[Float[Array, "b t hidden
 def _begin(model, params, cache, last, state_ids, lengths, limits, stop_tokens, sampling):
     token = sample(model.apply(params, last, method="logits"), lengths, sampling)
     stops = jnp.any(token[:, None] == stop_tokens, axis=1)
-    return DecodeState(
+    state = DecodeState(
         cache=cache,
         state_ids=state_ids,
         positions=lengths,
@@ -361,3 +365,12 @@ def _begin(model, params, cache, last, state_ids, lengths, limits, stop_tokens, 
         stop_tokens=stop_tokens,
         sampling=sampling,
     )
+    return _settled(state)
+
+
+def _settled(state: DecodeState) -> DecodeState:
+    """The state as the next block expects it: all but the rings whole on every device."""
+    cache = state.cache
+    rest = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    del rest["cache"]
+    return dataclasses.replace(state, **replicate(rest, cache.sharding))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from pallas_kernels import checks
@@ -22,6 +23,7 @@ def stream(
     stop_tokens: Sequence[int] = (),
     block_steps: int = 32,
     prefill_chunk: int = 256,
+    sharding: NamedSharding | None = None,
 ) -> Iterator[list[list[int]]]:
     """Generates text block by block.
 
@@ -34,6 +36,8 @@ def stream(
       stop_tokens: token ids that end a request; they are not part of the result.
       block_steps: tokens per request between two words to the host.
       prefill_chunk: most tokens of a prompt in one call.
+      sharding: of the cache, see `RingCache.create`; the parameters' come from
+        `parameter_shardings`. B has to be a multiple of the parts that the slots are in.
 
     Yields:
       The new tokens of each request, after the prefill and after each block.
@@ -45,7 +49,9 @@ def stream(
     if len(prompts) == 0:
         raise ValueError("prompts: expected at least one prompt, got none")
     config = model.config
-    cache = RingCache.create(len(prompts), config.num_layers, config.geometry, config.fmt)
+    cache = RingCache.create(
+        len(prompts), config.num_layers, config.geometry, config.fmt, sharding
+    )
     state = begin(
         model,
         params,
@@ -74,6 +80,7 @@ def generate(
     stop_tokens: Sequence[int] = (),
     block_steps: int = 32,
     prefill_chunk: int = 256,
+    sharding: NamedSharding | None = None,
     progress: bool = False,
 ) -> list[list[int]]:
     """Generates the continuation of each prompt.
@@ -87,6 +94,7 @@ def generate(
       stop_tokens: token ids that end a request; they are not part of the result.
       block_steps: tokens per request between two words to the host.
       prefill_chunk: most tokens of a prompt in one call.
+      sharding: of the cache, as in `stream`.
       progress: show a progress bar on standard error.
 
     Returns:
@@ -104,6 +112,7 @@ def generate(
         stop_tokens=stop_tokens,
         block_steps=block_steps,
         prefill_chunk=prefill_chunk,
+        sharding=sharding,
     )
     total = int(token_limits(max_new_tokens, len(prompts)).sum(dtype=np.int64))
     results: list[list[int]] = [[] for _ in prompts]
