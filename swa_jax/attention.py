@@ -159,9 +159,7 @@ def decode_attention(
       NotImplementedError: the implementation named cannot do it.
     """
     if rows.sharding is not None:
-        attend = functools.partial(
-            decode_attention, config=config, implementation=implementation
-        )
+        attend = functools.partial(decode_attention, config=config, implementation=implementation)
         return on_each_device(attend, params, q, latents, rotation, rows, meta, extra)
     count = meta.slots.shape[0]
     cos, sin = (angle.reshape(count, -1) for angle in rotation)
@@ -216,9 +214,7 @@ def prefill_attention(
       NotImplementedError: the implementation named cannot do it.
     """
     if rows.sharding is not None:
-        attend = functools.partial(
-            prefill_attention, config=config, implementation=implementation
-        )
+        attend = functools.partial(prefill_attention, config=config, implementation=implementation)
         return on_each_device(attend, params, q, latents, rotation, rows, meta, extra)
     old = lax.optimization_barrier(load_rows(rows, meta.window_slots))
     new = chunk_rows(latents, params["kv_norm"], rotation, config, implementation)

@@ -16,7 +16,13 @@ from pallas_kernels.serialization import register_serialization
 from swa_jax.cache import RingCache
 from swa_jax.metadata import DecodeMetadata, PrefillMetadata
 from swa_jax.modules import Decoder
-from swa_jax.placement import check_places, first_state_ids, replicate, replicated
+from swa_jax.placement import (
+    check_places,
+    first_state_ids,
+    gather_scores,
+    replicate,
+    replicated,
+)
 from swa_jax.sampling import Sampling, sample
 
 Params = Any
@@ -342,7 +348,12 @@ def _decode_step(
     """Scores after one token of each request; a position of -1 does nothing."""
     meta = DecodeMetadata.build(cache.geometry, state_ids, positions[:, None])
     hidden, cache = _apply(model, params, tokens[:, None], cache, meta)
-    return model.apply(params, hidden[:, 0], method="logits"), cache
+    return _scores(model, params, hidden[:, 0], cache), cache
+
+
+def _scores(model, params, hidden, cache) -> Float32[Array, "b vocab"]:
+    """Vocabulary scores, those of a request on one device: sampling sorts them."""
+    return gather_scores(model.apply(params, hidden, method="logits"), cache.sharding)
 
 
 def _apply(model, params, tokens, cache, meta) -> tuple[Float[Array, "b t hidden"], RingCache]:
@@ -352,7 +363,7 @@ def _apply(model, params, tokens, cache, meta) -> tuple[Float[Array, "b t hidden
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
 def _begin(model, params, cache, last, state_ids, lengths, limits, stop_tokens, sampling):
-    token = sample(model.apply(params, last, method="logits"), lengths, sampling)
+    token = sample(_scores(model, params, last, cache), lengths, sampling)
     stops = jnp.any(token[:, None] == stop_tokens, axis=1)
     state = DecodeState(
         cache=cache,

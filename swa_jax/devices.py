@@ -92,8 +92,17 @@ def on_each_device(
     mapped = jax.shard_map(
         local,
         mesh=rows.sharding.mesh,
-        in_specs=(P(), by_head, queries, by_slot, by_slot, by_slot, P(), by_slot,
-                  _specs_of_extra(extra, by_slot)),  # fmt: skip
+        in_specs=(
+            P(),
+            by_head,
+            queries,
+            by_slot,
+            by_slot,
+            by_slot,
+            P(),
+            by_slot,
+            _specs_of_extra(extra, by_slot),
+        ),  # fmt: skip
         out_specs=(queries, by_slot),
         check_vma=False,  # the kernels say nothing of how their results vary
     )

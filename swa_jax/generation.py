@@ -49,9 +49,7 @@ def stream(
     if len(prompts) == 0:
         raise ValueError("prompts: expected at least one prompt, got none")
     config = model.config
-    cache = RingCache.create(
-        len(prompts), config.num_layers, config.geometry, config.fmt, sharding
-    )
+    cache = RingCache.create(len(prompts), config.num_layers, config.geometry, config.fmt, sharding)
     state = begin(
         model,
         params,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import ArrayLike, Int, Int32
+from jaxtyping import Array, ArrayLike, Float32, Int, Int32
 
 from pallas_kernels import checks
 
@@ -137,6 +137,28 @@ def replicate(tree: Any, sharding: NamedSharding | None) -> Any:
     """A pytree of arrays, each whole on every device of a cache's mesh; without one, as it is."""
     everywhere = replicated(sharding)
     return tree if everywhere is None else lax.with_sharding_constraint(tree, everywhere)
+
+
+def gather_scores(
+    scores: Float32[Array, "b vocab"], sharding: NamedSharding | None
+) -> Float32[Array, "b vocab"]:
+    """Vocabulary scores, those of a request whole on the devices that have its slot.
+
+    Args:
+      scores: float32[B, vocab].
+      sharding: of the cache; without one, the scores are as they were.
+    """
+    if sharding is None:
+        return scores
+    axes = DeviceAxes.of(sharding)
+    requests = axes.slots or None
+    specs = [PartitionSpec(requests)]
+    if scores.shape[1] % axes.head_shards == 0:
+        # First where the table is: XLA would rather gather the table than scores.
+        specs.insert(0, PartitionSpec(requests, axes.heads or None))
+    for spec in specs:
+        scores = lax.with_sharding_constraint(scores, NamedSharding(sharding.mesh, spec))
+    return scores
 
 
 def first_state_ids(
