@@ -37,10 +37,13 @@ def parameter_shardings(model: Decoder, sharding: NamedSharding) -> Any:
                     f"{name}: expected a multiple of {axes.head_shards}, the devices of "
                     f"{axes.heads}, got {getattr(layer, name)} in layer {i}"
                 )
-    names = model.config.layers[0].axis_names
     # The first that fits takes the devices: o_a is split by groups and not within them.
-    split = (names.output_rank, names.heads, names.mlp, names.vocab)
-    rules = [(name, axes.heads or None) for name in split]
+    split = [
+        getattr(layer.axis_names, kind)
+        for kind in ("output_rank", "heads", "mlp", "vocab")
+        for layer in model.config.layers
+    ]
+    rules = [(name, axes.heads or None) for name in dict.fromkeys(split)]
     boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     specs = nn.logical_to_mesh(nn.get_partition_spec(boxed), rules)
 
