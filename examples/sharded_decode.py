@@ -136,9 +136,7 @@ def run_processes(options: argparse.Namespace) -> list[dict]:
             command = [*common, "--process", str(i), "--report", str(report)]
             with Path(folder, f"{i}.txt").open("wb") as log:
                 environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-                children.append(
-                    subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-                )
+                children.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
         try:
             _wait(children, folder)
         finally:
@@ -155,7 +153,9 @@ def run_processes(options: argparse.Namespace) -> list[dict]:
 
 def print_table(report: dict) -> None:
     """The report on standard output."""
-    print(f"{report['processes']} process(es), {report['devices']} devices: {report['device_kind']}")
+    print(
+        f"{report['processes']} process(es), {report['devices']} devices: {report['device_kind']}"
+    )
     print("| requests x heads | slots on a device | row bytes on a device | of all devices | "
           "in place | collectives | carrying rows | tokens equal |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|")
