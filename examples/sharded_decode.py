@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -78,6 +78,7 @@ def decode(
     )
     compiled = decoding.decode_block.lower(model, variables, state, BLOCK).compile()
     found = find_collectives(compiled.as_text() or "")
+    aliased: Any = compiled.memory_analysis()
     requests = batch // (memory.devices // memory.copies)
     largest = requests * 4 * max(config.vocab_size, config.hidden_size)
     tokens = [np.asarray(state.tokens)[:, None]]
@@ -94,8 +95,7 @@ def decode(
         "copies_of_rows": memory.copies,
         "row_bytes_per_device": memory.bytes_per_device,
         "row_bytes_of_all_devices": memory.bytes_of_all_devices,
-        "cache_updated_in_place": compiled.memory_analysis().alias_size_in_bytes
-        >= memory.bytes_per_device,
+        "cache_updated_in_place": aliased.alias_size_in_bytes >= memory.bytes_per_device,
         "collectives": dict(Counter(one.kind for one in found)),
         "collective_bytes": sum(one.nbytes for one in found),
         "collectives_carrying_rows": len(carrying_rows(found, largest)),
@@ -259,7 +259,7 @@ def _use_virtual_devices(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
-def _devices(options: argparse.Namespace) -> list[jax.Device]:
+def _devices(options: argparse.Namespace) -> list[Any]:
     devices = jax.devices()
     count = options.devices or len(devices)
     if not 2 <= count <= len(devices):

@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn, Protocol
 
 import jax
 from jax import export
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -182,7 +183,7 @@ def _lower_kernel(ctx, operands, call: _Call, card: str):
         # Inside a shard_map types name its mesh, whose devices need not be what is lowered for.
         mesh = jax.sharding.get_abstract_mesh()
         avals = [
-            aval if aval.sharding.mesh == mesh else jax.core.ShapedArray(aval.shape, aval.dtype)
+            aval if aval.sharding.mesh == mesh else ShapedArray(aval.shape, aval.dtype)
             for aval in ctx.avals_in
         ]
         kernel = functools.partial(call.kernel, card=card)

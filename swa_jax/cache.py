@@ -140,14 +140,14 @@ class RingCache:
             rows.data.shape != self.blocks[block].shape
             or rows.fmt != self.fmt
             or rows.rows_per_slot != self.geometry.capacity
-            or rows.sharding != self.sharding
         ):
             raise ValueError(
                 f"rows: expected {self.geometry.capacity} rows of {self.fmt.row_bytes} bytes "
-                f"({self.fmt.name}) in {self.blocks[block].shape}, sharding {self.sharding}, got "
-                f"{rows.rows_per_slot} of {rows.fmt.row_bytes} ({rows.fmt.name}) in "
-                f"{rows.data.shape}, sharding {rows.sharding}"
+                f"({self.fmt.name}) in {self.blocks[block].shape}, got {rows.rows_per_slot} of "
+                f"{rows.fmt.row_bytes} ({rows.fmt.name}) in {rows.data.shape}"
             )
+        if rows.sharding != self.sharding:
+            raise ValueError(f"rows: expected sharding {self.sharding}, got {rows.sharding}")
         blocks = (*self.blocks[:block], rows.data, *self.blocks[block + 1 :])
         return dataclasses.replace(self, blocks=blocks)
 

@@ -348,12 +348,8 @@ def _decode_step(
     """Scores after one token of each request; a position of -1 does nothing."""
     meta = DecodeMetadata.build(cache.geometry, state_ids, positions[:, None])
     hidden, cache = _apply(model, params, tokens[:, None], cache, meta)
-    return _scores(model, params, hidden[:, 0], cache), cache
-
-
-def _scores(model, params, hidden, cache) -> Float32[Array, "b vocab"]:
-    """Vocabulary scores, those of a request on one device: sampling sorts them."""
-    return gather_scores(model.apply(params, hidden, method="logits"), cache.sharding)
+    scores = model.apply(params, hidden[:, 0], method="logits")
+    return gather_scores(scores, cache.sharding), cache
 
 
 def _apply(model, params, tokens, cache, meta) -> tuple[Float[Array, "b t hidden"], RingCache]:
@@ -363,7 +359,8 @@ def _apply(model, params, tokens, cache, meta) -> tuple[Float[Array, "b t hidden
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
 def _begin(model, params, cache, last, state_ids, lengths, limits, stop_tokens, sampling):
-    token = sample(_scores(model, params, last, cache), lengths, sampling)
+    scores = gather_scores(model.apply(params, last, method="logits"), cache.sharding)
+    token = sample(scores, lengths, sampling)
     stops = jnp.any(token[:, None] == stop_tokens, axis=1)
     state = DecodeState(
         cache=cache,

@@ -55,7 +55,9 @@ def on_each_device(
         place.
       NotImplementedError: the compressed cache has another sharding.
     """
-    axes = DeviceAxes.of(rows.sharding)
+    sharding = rows.sharding
+    assert sharding is not None  # the caller saw to it
+    axes = DeviceAxes.of(sharding)
     batch, heads = q.shape[0], q.shape[2]
     check_batch("x", batch, axes.slot_shards)
     if heads % axes.head_shards:
@@ -65,9 +67,9 @@ def on_each_device(
         )
     if checks.is_known(meta.slots):
         _check_known(meta, batch, rows)
-    if extra is not None and extra.rows.sharding not in (None, rows.sharding):
+    if extra is not None and extra.rows.sharding not in (None, sharding):
         raise NotImplementedError(
-            f"extra: a compressed cache has the sharding of the ring, {rows.sharding}, or none; "
+            f"extra: a compressed cache has the sharding of the ring, {sharding}, or none; "
             f"got {extra.rows.sharding}"
         )
     by_slot, by_head = P(axes.slots or None), P(axes.heads or None)
@@ -91,7 +93,7 @@ def on_each_device(
 
     mapped = jax.shard_map(
         local,
-        mesh=rows.sharding.mesh,
+        mesh=sharding.mesh,
         in_specs=(
             P(),
             by_head,

@@ -10,6 +10,7 @@ from pallas_kernels import checks
 from swa_jax.cache import RingCache
 from swa_jax.decoding import Params, Prompt, begin, decode_block, token_limits
 from swa_jax.modules import Decoder
+from swa_jax.placement import DeviceAxes, check_batch
 from swa_jax.sampling import Sampling
 
 
@@ -48,6 +49,7 @@ def stream(
     checks.check_count("block_steps", block_steps)
     if len(prompts) == 0:
         raise ValueError("prompts: expected at least one prompt, got none")
+    check_batch("prompts", len(prompts), DeviceAxes.of(sharding).slot_shards)
     config = model.config
     cache = RingCache.create(len(prompts), config.num_layers, config.geometry, config.fmt, sharding)
     state = begin(

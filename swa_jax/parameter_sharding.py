@@ -45,13 +45,13 @@ def parameter_shardings(model: Decoder, sharding: NamedSharding) -> Any:
     ]
     rules = [(name, axes.heads or None) for name in dict.fromkeys(split)]
     boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    specs = nn.logical_to_mesh(nn.get_partition_spec(boxed), rules)
+    shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), sharding.mesh, rules)
 
-    def place(leaf, spec: PartitionSpec) -> NamedSharding:
+    def place(leaf, wanted: NamedSharding) -> NamedSharding:
         fits = all(
             entry is None or size % axes.head_shards == 0
-            for size, entry in zip(leaf.shape, spec, strict=False)
+            for size, entry in zip(leaf.shape, wanted.spec, strict=False)
         )
-        return NamedSharding(sharding.mesh, spec if fits else PartitionSpec())
+        return wanted if fits else NamedSharding(sharding.mesh, PartitionSpec())
 
-    return jax.tree.map(place, nn.meta.unbox(boxed), specs)
+    return jax.tree.map(place, nn.meta.unbox(boxed), shardings)

@@ -111,9 +111,9 @@ def step_figures(step, cache, *arguments, activation: int) -> dict:
     }
 
 
-def compiled_step(kind: str, data: int, heads: int, tokens: int) -> dict:
-    """64 slots, 8 requests, 2 layers."""
-    config = decoder_config(ATTENTION, 2)
+def compiled_step(kind: str, data: int, heads: int, tokens: int, layers: int = 1) -> dict:
+    """64 slots, 8 requests."""
+    config = decoder_config(ATTENTION, layers)
     where = sharding(data, heads)
     cache, batch = create(config, 64, where), 8
     step = (prefill_step if kind == "prefill" else decode_step)(config)
@@ -332,7 +332,7 @@ def refusals() -> dict:
 
 def generations() -> dict:
     """Eight prompts through prefill in chunks, blocks of steps, and a rollback."""
-    config = decoder_config(ATTENTION, 2, scan_layers=True)
+    config = decoder_config(ATTENTION, 1)
     model = swa.Decoder(config)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 50, n).tolist() for n in (3, 30, 17, 40, 5, 6, 7, 8)]
@@ -358,7 +358,7 @@ def generations() -> dict:
             compiled.append(fun_name)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    got = run(sharding(4, 2))
+    got = run(sharding(2, 2))
     return {
         "tokens": [got[0], want[0]],
         "rolled_back": bool(np.array_equal(got[2][:, :2], got[1][:, 2:])),
@@ -434,7 +434,7 @@ def kernels() -> dict:
 
 FAST = {
     "refusals": refusals,
-    "decode": lambda: compiled_step("decode", 2, 2, 1),
+    "decode": lambda: compiled_step("decode", 2, 2, 1, layers=2),
     "without_a_map": compiled_without_a_map,
     "two_requests": two_requests,
     "heads": heads_over_devices,

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -76,8 +77,8 @@ def test_s02_a_decode_step_sends_sums_of_activations_only(fast):
 
 @pytest.mark.slow
 def test_s02_so_do_verify_and_prefill_steps(slow):
-    check_step(slow["verify"], [[2, 6, 32]] * 5)
-    check_step(slow["prefill"], [[2, 24, 32]] * 5)
+    check_step(slow["verify"], [[2, 6, 32]] * 3)
+    check_step(slow["prefill"], [[2, 24, 32]] * 3)
 
 
 def test_s02_where_xla_decides_it_sends_rows_and_the_check_says_so(fast):
@@ -174,7 +175,7 @@ def test_slots_are_copied_exported_and_imported_as_on_one_device(fast):
         ("heads", "num_heads: expected a multiple of 2, the devices of ('tensor',), got 3"),
         ("batch", "x: expected a multiple of 4, the parts that the slots are in, got 3"),
         ("parameters", "num_heads: expected a multiple of 2, the devices of ('tensor',), got 3"),
-        ("with_layer", "rows: expected 22 rows of 66 bytes (V41) in (8, 1472), sharding None"),
+        ("with_layer", "rows: expected sharding None, got NamedSharding("),
         ("prefill", "state_ids: expected a state slot from 2 to 3 for request 1 of 4"),
         ("prompts", "requests: expected a multiple of 4, the parts that the slots are in, got 2"),
         ("per_shard", "per_shard: expected at least 2, the requests of one device, got 1"),
@@ -199,7 +200,7 @@ def jaxpr_of_a_step(cache: swa.RingCache) -> str:
     config = attention_config(16, swa.V41)
     meta = swa.DecodeMetadata.build(config.geometry, np.zeros(1, np.int32), np.array([[3]]))
     layer, params = swa.SlidingWindowAttention(config), layer_params(config)
-    x = np.ones((1, 1, config.hidden_size), np.float32)
+    x = jnp.ones((1, 1, config.hidden_size), jnp.float32)
     return str(jax.make_jaxpr(lambda rows: layer.apply(params, x, rows, meta))(cache.layer(0)))
 
 
