@@ -5,6 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen.spmd import logical_to_mesh
 from jax.sharding import NamedSharding, PartitionSpec
 
 from swa_jax.modules import Decoder
@@ -45,13 +46,13 @@ def parameter_shardings(model: Decoder, sharding: NamedSharding) -> Any:
     ]
     rules = [(name, axes.heads or None) for name in dict.fromkeys(split)]
     boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), sharding.mesh, rules)
+    specs = logical_to_mesh(nn.get_partition_spec(boxed), rules)
 
-    def place(leaf, wanted: NamedSharding) -> NamedSharding:
+    def place(leaf, spec: PartitionSpec) -> NamedSharding:
         fits = all(
             entry is None or size % axes.head_shards == 0
-            for size, entry in zip(leaf.shape, wanted.spec, strict=False)
+            for size, entry in zip(leaf.shape, spec, strict=False)
         )
-        return wanted if fits else NamedSharding(sharding.mesh, PartitionSpec())
+        return NamedSharding(sharding.mesh, spec if fits else PartitionSpec())
 
-    return jax.tree.map(place, nn.meta.unbox(boxed), shardings)
+    return jax.tree.map(place, nn.meta.unbox(boxed), specs)

@@ -208,14 +208,19 @@ def heads_over_devices() -> dict:
 
     def outputs(where):
         cache = swa.RingCache.create(2, 1, config.geometry, config.fmt, where)
-        return [np.asarray(value) for value in run(cache, params)]
+        y, rows = run(cache, params)
+        return np.asarray(y), np.asarray(rows), rows.sharding == cache.blocks[0].sharding
 
-    want, rows = outputs(None)
-    errors = {}
+    want, rows, _ = outputs(None)
+    results = {}
     for heads in (2, 4):
-        got, data = outputs(sharding(1, heads))
-        errors[str(heads)] = [largest_error(got, want), int(np.sum(data != rows))]
-    return errors
+        got, data, kept = outputs(sharding(1, heads))
+        results[str(heads)] = {
+            "error": largest_error(got, want),
+            "bytes_differing": int(np.sum(data != rows)),
+            "keeps_sharding": kept,
+        }
+    return results
 
 
 # --- requests in the wrong place, copies, and what else is asked of a cache
