@@ -72,8 +72,7 @@ class RingCache:
             raise ValueError(f"geometry: expected a RingGeometry, got {type(geometry).__name__}")
         for name, value in (("slots", slots), ("layers", layers)):
             checks.check_count(name, value)
-        axes = DeviceAxes.of(sharding)
-        parts = axes.slot_shards
+        parts = DeviceAxes.of(sharding).slot_shards
         check_batch("slots", slots, parts)
         region = region_bytes(geometry.capacity, fmt)
         per_block = min(layers, MAX_BLOCK_BYTES // (slots // parts * region))
@@ -83,9 +82,7 @@ class RingCache:
                 f"for one layer's rings, got {slots}"
             )
         blocks = tuple(
-            jnp.zeros(
-                (slots, min(per_block, layers - first) * region), jnp.uint8, device=axes.block
-            )
+            jnp.zeros((slots, min(per_block, layers - first) * region), jnp.uint8, device=sharding)
             for first in range(0, layers, per_block)
         )
         return cls(blocks, layers, geometry, fmt, sharding)
@@ -184,7 +181,7 @@ class RingCache:
             for block in self.blocks
         )
         if self.sharding is not None:
-            blocks = lax.with_sharding_constraint(blocks, DeviceAxes.of(self.sharding).block)
+            blocks = lax.with_sharding_constraint(blocks, self.sharding)
         return dataclasses.replace(self, blocks=blocks)
 
     def export_slot(self, b: Int[ArrayLike, ""], next_position: Int[ArrayLike, ""]) -> ExportedSlot:

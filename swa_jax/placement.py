@@ -25,14 +25,12 @@ class DeviceAxes:
       heads: the others.
       slot_shards: parts that the slots are in.
       head_shards: parts that the heads are in; each holds the same rows.
-      block: of the cache's arrays, as XLA names it in results; None on one device.
     """
 
     slots: tuple[str, ...]
     heads: tuple[str, ...]
     slot_shards: int
     head_shards: int
-    block: NamedSharding | None
 
     @classmethod
     def of(cls, sharding: NamedSharding | None) -> "DeviceAxes":
@@ -45,7 +43,7 @@ class DeviceAxes:
           ValueError: as `check_sharding`.
         """
         if sharding is None:
-            return cls((), (), 1, 1, None)
+            return cls((), (), 1, 1)
         check_sharding(sharding)
         entry = sharding.spec[0] if len(sharding.spec) else None
         slots = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
@@ -54,10 +52,7 @@ class DeviceAxes:
         slot_shards, head_shards = (
             math.prod(sizes[name] for name in names) for names in (slots, heads)
         )
-        # Axes of one device do not split anything; a program's results leave them out.
-        spec = PartitionSpec(tuple(name for name in slots if sizes[name] > 1) or None)
-        block = NamedSharding(sharding.mesh, spec)
-        return cls(slots, heads, slot_shards, head_shards, block)
+        return cls(slots, heads, slot_shards, head_shards)
 
 
 @dataclasses.dataclass(frozen=True)
