@@ -112,10 +112,13 @@ def decode_on_meshes(options: argparse.Namespace, progress: bool) -> list[dict]:
     for heads in tqdm(splits, "meshes", disable=not progress):
         if len(devices) % heads:
             raise ValueError(f"--split-heads: expected a divisor of {len(devices)}, got {heads}")
+        batch, parts = options.prompts or len(devices), len(devices) // heads
+        if batch % parts:
+            raise ValueError(f"--prompts: expected a multiple of {parts}, got {batch}")
         mesh = Mesh(np.array(devices).reshape(-1, heads), ("requests", "heads"))
         sharding = NamedSharding(mesh, PartitionSpec("requests"))
-        result = decode(model, variables, sharding, options.prompts or len(devices), options.bytes)
-        results.append({"mesh": [len(devices) // heads, heads]} | result)
+        result = decode(model, variables, sharding, batch, options.bytes)
+        results.append({"mesh": [parts, heads]} | result)
     return results
 
 

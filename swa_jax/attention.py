@@ -82,7 +82,8 @@ def attention_layer(
         kv_norm [D], sinks [H], o_a [groups * o_lora_rank, H * D / groups],
         o_b [hidden, groups * o_lora_rank].
       x: floating[B, T, hidden].
-      rows: this layer's view of the cache; None with a SequenceMetadata.
+      rows: this layer's view of the cache; None with a SequenceMetadata. With a sharding each
+        device works on its slots and heads, see `devices.on_each_device`.
       meta: the kind of call and its addresses.
       config: the layer's configuration.
       extra: the compressed cache, exactly if config.extra_fmt names its format. Its indices are

@@ -176,6 +176,7 @@ def two_requests() -> dict:
     heads_only = create(config, 8, sharding(1, 4))
     return {
         "places": places.tolist(),
+        "places_of_five": placement.place_requests(where, 8, [7, 1, 0, 6, 2], 3)[0].tolist(),
         "shard_shapes": [shard.data.shape for shard in shards],
         "written": [
             np.flatnonzero(np.asarray(shard.data).any(axis=1)).tolist() for shard in shards

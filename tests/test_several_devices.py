@@ -114,6 +114,8 @@ def test_collectives_are_read_from_a_program():
 def test_s03_each_device_stores_its_two_slots_and_writes_land_on_the_owner(fast):
     case = fast["two_requests"]
     assert case["places"] == [0, 3]
+    # with three places on each device: slots 6 and 7 on the last, 0 and 1 on the first
+    assert case["places_of_five"] == [9, 0, 1, 10, 3]
     assert case["shard_shapes"] == [[2, REGION]] * 4
     assert case["written"] == [[1], [], [], [1]]
 
