@@ -18,10 +18,12 @@ from pallas_kernels import KVRows
 from swa_jax.collectives import Collective, carrying_rows, find_collectives
 from swa_jax.placement import first_state_ids, place_requests
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import sharded_decode
+
 pytestmark = pytest.mark.quick_compilation
 
 ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "sharded_decode.py"
 # XLA adds up in another order where heads are split: measured 4e-7 of the largest value.
 ROUNDING = 3e-6
 # A ring has 22 rows of 66 bytes, filled up to 1,472 bytes.
@@ -292,30 +294,31 @@ def tiny_weights(tmp_path_factory) -> Path:
 def test_two_processes_give_the_tokens_of_one_device(tiny_weights, tmp_path):
     report = tmp_path / "report.json"
     done = run_python(
-        EXAMPLE, "--weights", tiny_weights, "--processes", "2", "--devices", "4",
-        "--split-heads", "2", "--bytes", "10", "--report", report,
+        sharded_decode.__file__, "--weights", tiny_weights, "--processes", "2", "--devices", "4",
+        "--split-heads", "2", "--prompts", "2", "--bytes", "10", "--report", report,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     [mesh] = json.loads(report.read_text())["meshes"]
     assert mesh["tokens_equal"]
-    assert [len(row) for row in mesh["tokens"]] == [10] * 4
+    assert [len(row) for row in mesh["tokens"]] == [10] * 2
     assert mesh["mode"] == "requests over 2; heads over 2, each with a copy of the rows"
-    assert (mesh["slots_per_device"], mesh["row_bytes_per_device"]) == (2, 2 * REGION)
+    assert (mesh["slots_per_device"], mesh["row_bytes_per_device"]) == (1, REGION)
     assert mesh["collectives_carrying_rows"] == 0
-    assert "| 2 x 2 | 2 of 4 | 2,944 | 11,776 | yes |" in done.stdout
+    assert "| 2 x 2 | 1 of 2 | 1,472 | 5,888 | yes |" in done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--devices", "1"], "devices: expected 2 to 1 of 'cpu', got 1"),
         (["--processes", "3"], "argument --processes: expected a divisor of 8 devices, got 3"),
+        (["--devices", "0"], "argument --devices: expected 1 or more, got 0"),
+        (["--split-heads", "0"], "argument --split-heads: expected 1 or more, got [0]"),
+        (["--report", "nowhere/r.json"], "argument --report: expected a file in a folder"),
     ],
 )
-def test_bad_input_is_one_line(arguments, message):
-    done = run_python(EXAMPLE, *arguments)
-    assert done.returncode == 2
-    [line] = done.stderr.splitlines()
-    assert line.startswith("sharded_decode.py: error: ")
-    assert message in line
+def test_bad_input_is_one_line(capsys, arguments, message):
+    with pytest.raises(SystemExit) as end:
+        sharded_decode.main(arguments)
+    assert end.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"sharded_decode.py: error: {message}")
