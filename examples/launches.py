@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from whole_program import Program, compile_program
 
 import swa_jax as swa
-from swa_jax import decoding
+from swa_jax import decoding, prefilling
 
 REQUESTS = 32
 DECODE_STEPS = 16  # of a block
@@ -95,7 +95,7 @@ def compile_step(step: str, config: swa.DecoderConfig, slots: int, card: str) ->
         return compile_program(verify, arguments, donate=1, card=card)
     hidden = jax.ShapeDtypeStruct((REQUESTS, config.hidden_size), config.layers[0].dtype)
     arguments = (params, cache, hidden, requests, _integers(REQUESTS, PREFILL_TOKENS))
-    prefill = functools.partial(decoding.prefill_chunk, model)
+    prefill = functools.partial(prefilling.prefill_chunk, model)
     return compile_program(prefill, (*arguments, requests, requests), donate=1, card=card)
 
 

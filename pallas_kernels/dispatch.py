@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn, Protocol
 
 import jax
 from jax import export
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -179,7 +180,14 @@ def _lower_for_cuda(ctx, *operands, call: _Call):
 def _lower_kernel(ctx, operands, call: _Call, card: str):
     # Kernels count in 32 bits, also where the program around them may use 64.
     with jax.enable_x64(False):
-        return _lower_function(ctx, functools.partial(call.kernel, card=card), operands)
+        # Inside a shard_map types name its mesh, whose devices need not be what is lowered for.
+        mesh = jax.sharding.get_abstract_mesh()
+        avals = [
+            aval if aval.sharding.mesh == mesh else ShapedArray(aval.shape, aval.dtype)
+            for aval in ctx.avals_in
+        ]
+        kernel = functools.partial(call.kernel, card=card)
+        return _lower_function(ctx.replace(avals_in=avals), kernel, operands)
 
 
 def _lower_function(ctx, function, operands):

@@ -17,7 +17,7 @@ def register_serialization(cls: type[T]) -> type[T]:
 
     Args:
       cls: a dataclass registered with `jax.tree_util.register_dataclass`, whose static fields are
-        ints or dataclasses of JSON's own types.
+        ints or dataclasses of JSON's own types, or None.
 
     Returns:
       The class.
@@ -31,13 +31,23 @@ def register_serialization(cls: type[T]) -> type[T]:
         plain = {
             name: dataclasses.asdict(value) if dataclasses.is_dataclass(kind) else value
             for (name, kind), value in zip(static, values, strict=True)
+            if value is not None
         }
+        if "sharding" in plain:
+            raise ValueError(
+                f"{cls.__name__}: expected no sharding in a saved program, which names no devices, "
+                f"got {plain['sharding']}"
+            )
         return json.dumps(plain).encode()
 
     def deserialize(data: bytes) -> tuple[Any, ...]:
         plain = json.loads(data)
         return tuple(
-            kind(**plain[name]) if isinstance(plain[name], dict) else kind(plain[name])
+            None
+            if name not in plain
+            else kind(**plain[name])
+            if isinstance(plain[name], dict)
+            else kind(plain[name])
             for name, kind in static
         )
 

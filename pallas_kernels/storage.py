@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 from jaxtyping import Array, ArrayLike, Bool, Int, Int32, UInt8
 
 from pallas_kernels import checks
@@ -30,12 +31,16 @@ class KVRows:
       start: int32 scalar, the region's first byte in a slot, a multiple of 32.
       rows_per_slot: rows in a slot, S for a ring.
       fmt: the rows' format.
+      sharding: how a cache on several devices splits its slots; None on one device. Who attends
+        over such rows maps the operations over the devices; called on their own, the operations
+        leave it to XLA where they run.
     """
 
     data: UInt8[Array, "slots slot_bytes"]
     start: Int32[Array, ""]
     rows_per_slot: int = dataclasses.field(metadata={"static": True})
     fmt: KVCacheFormat = dataclasses.field(metadata={"static": True})
+    sharding: NamedSharding | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def create(cls, slots: int, rows_per_slot: int, fmt: KVCacheFormat = V41) -> "KVRows":

@@ -34,6 +34,8 @@ from swa_jax.modules import DecoderLayer as DecoderLayer
 from swa_jax.paging import PageAddresses as PageAddresses
 from swa_jax.paging import pages_from_rings as pages_from_rings
 from swa_jax.paging import rings_from_pages as rings_from_pages
+from swa_jax.parameter_sharding import parameter_shardings as parameter_shardings
+from swa_jax.placement import place_requests as place_requests
 from swa_jax.prefixes import PrefixStore as PrefixStore
 from swa_jax.prefixes import model_fingerprint as model_fingerprint
 from swa_jax.prefixes import prefill_from_prefixes as prefill_from_prefixes
@@ -85,6 +87,8 @@ __all__ = [
     "generate",
     "model_fingerprint",
     "pages_from_rings",
+    "parameter_shardings",
+    "place_requests",
     "prefill_from_prefixes",
     "presets",
     "read_attention",

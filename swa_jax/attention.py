@@ -1,5 +1,6 @@
 """The attention layer as pure functions: decode, prefill and whole sequences without a cache."""
 
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -22,6 +23,7 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.fused_store.xla import transform_rows
 from swa_jax.chunk import chunk_attention, chunk_rows
 from swa_jax.config import AttentionConfig
+from swa_jax.devices import on_each_device
 from swa_jax.heads import Rotation, attend_band, attend_indexed
 from swa_jax.layer_checks import check_call
 from swa_jax.metadata import DecodeMetadata, Metadata, PrefillMetadata, SequenceMetadata
@@ -81,7 +83,8 @@ def attention_layer(
         kv_norm [D], sinks [H], o_a [groups * o_lora_rank, H * D / groups],
         o_b [hidden, groups * o_lora_rank].
       x: floating[B, T, hidden].
-      rows: this layer's view of the cache; None with a SequenceMetadata.
+      rows: this layer's view of the cache; None with a SequenceMetadata. With a sharding each
+        device works on its slots and heads, see `devices.on_each_device`.
       meta: the kind of call and its addresses.
       config: the layer's configuration.
       extra: the compressed cache, exactly if config.extra_fmt names its format. Its indices are
@@ -157,6 +160,9 @@ def decode_attention(
     Raises:
       NotImplementedError: the implementation named cannot do it.
     """
+    if rows.sharding is not None:
+        attend = functools.partial(decode_attention, config=config, implementation=implementation)
+        return on_each_device(attend, params, q, latents, rotation, rows, meta, extra)
     count = meta.slots.shape[0]
     cos, sin = (angle.reshape(count, -1) for angle in rotation)
     rows = fused_store(
@@ -210,6 +216,9 @@ def prefill_attention(
     Raises:
       NotImplementedError: the implementation named cannot do it.
     """
+    if rows.sharding is not None:
+        attend = functools.partial(prefill_attention, config=config, implementation=implementation)
+        return on_each_device(attend, params, q, latents, rotation, rows, meta, extra)
     old = lax.optimization_barrier(load_rows(rows, meta.window_slots))
     new = chunk_rows(latents, params["kv_norm"], rotation, config, implementation)
     # The store's addresses depend on the bytes that were read, once and for all users (hence the

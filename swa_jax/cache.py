@@ -4,6 +4,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
 from jaxtyping import Array, ArrayLike, Int, Int32, UInt8
 
 from pallas_kernels import V41, KVCacheFormat, KVRows, checks, load_rows, store_rows
@@ -11,6 +13,7 @@ from pallas_kernels.formats import check_cache_format
 from pallas_kernels.serialization import register_serialization
 from pallas_kernels.storage import check_rows, region_bytes
 from swa_jax.exported import ExportedSlot
+from swa_jax.placement import CacheMemory, DeviceAxes, check_batch
 from swa_jax.ring import RingGeometry
 
 MAX_BLOCK_BYTES = 2**31 - 1
@@ -31,16 +34,23 @@ class RingCache:
       layers: number of layers.
       geometry: of every ring.
       fmt: the rows' format.
+      sharding: how the slots are split among devices; None on one device.
     """
 
     blocks: tuple[UInt8[Array, "slots _bytes"], ...]
     layers: int = dataclasses.field(metadata={"static": True})
     geometry: RingGeometry = dataclasses.field(metadata={"static": True})
     fmt: KVCacheFormat = dataclasses.field(metadata={"static": True})
+    sharding: NamedSharding | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def create(
-        cls, slots: int, layers: int, geometry: RingGeometry, fmt: KVCacheFormat = V41
+        cls,
+        slots: int,
+        layers: int,
+        geometry: RingGeometry,
+        fmt: KVCacheFormat = V41,
+        sharding: NamedSharding | None = None,
     ) -> "RingCache":
         """Empty rings.
 
@@ -49,27 +59,33 @@ class RingCache:
           layers: number of layers.
           geometry: of every ring.
           fmt: the rows' format.
+          sharding: puts the cache on several devices, and every call with it works where the rows
+            are. The spec names the mesh axes that split the slots, as PartitionSpec("data") does.
+            All other axes of the mesh split heads: along them the rows are replicated.
 
         Raises:
-          ValueError: a size below 1, an unfit format, or a layer of more than 2 GiB.
+          ValueError: a size below 1, an unfit format or sharding, slots that cannot be divided, or
+            a layer of more than 2 GiB on a device.
         """
         check_cache_format("fmt", fmt)
         if not isinstance(geometry, RingGeometry):
             raise ValueError(f"geometry: expected a RingGeometry, got {type(geometry).__name__}")
         for name, value in (("slots", slots), ("layers", layers)):
             checks.check_count(name, value)
+        parts = DeviceAxes.of(sharding).slot_shards
+        check_batch("slots", slots, parts)
         region = region_bytes(geometry.capacity, fmt)
-        per_block = min(layers, MAX_BLOCK_BYTES // (slots * region))
+        per_block = min(layers, MAX_BLOCK_BYTES // (slots // parts * region))
         if per_block == 0:
             raise ValueError(
-                f"slots: expected at most {MAX_BLOCK_BYTES // region}, the limit of 2 GiB for one "
-                f"layer's rings, got {slots}"
+                f"slots: expected at most {MAX_BLOCK_BYTES // region * parts}, the limit of 2 GiB "
+                f"for one layer's rings, got {slots}"
             )
         blocks = tuple(
-            jnp.zeros((slots, min(per_block, layers - first) * region), jnp.uint8)
+            jnp.zeros((slots, min(per_block, layers - first) * region), jnp.uint8, device=sharding)
             for first in range(0, layers, per_block)
         )
-        return cls(blocks, layers, geometry, fmt)
+        return cls(blocks, layers, geometry, fmt, sharding)
 
     @property
     def slots(self) -> int:
@@ -78,8 +94,13 @@ class RingCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
+        """Bytes of all blocks, each counted once however many devices have a copy."""
         return sum(block.size for block in self.blocks)
+
+    @property
+    def memory(self) -> CacheMemory:
+        """What the rows take on each device, and how they are split."""
+        return CacheMemory.of(self.sharding, self.slots, self.nbytes)
 
     def layer(self, i: int | Int32[Array, ""]) -> KVRows:
         """The view of one layer's rows, without a copy.
@@ -92,12 +113,13 @@ class RingCache:
           ValueError: there is no such layer, or a traced index meets several blocks.
         """
         block, start = self._place(i)
-        return KVRows.view(
+        rows = KVRows.view(
             self.blocks[block],
             start=start,
             rows_per_slot=self.geometry.capacity,
             fmt=self.fmt,
         )
+        return dataclasses.replace(rows, sharding=self.sharding)
 
     def with_layer(self, i: int | Int32[Array, ""], rows: KVRows) -> "RingCache":
         """The cache with a layer's new rows.
@@ -107,7 +129,7 @@ class RingCache:
           rows: what an operation made of that view.
 
         Raises:
-          ValueError: the rows are not of this cache's shape, format or geometry.
+          ValueError: the rows are not of this cache's shape, format, geometry or sharding.
         """
         block, _ = self._place(i)
         check_rows(rows)
@@ -121,6 +143,8 @@ class RingCache:
                 f"({self.fmt.name}) in {self.blocks[block].shape}, got {rows.rows_per_slot} of "
                 f"{rows.fmt.row_bytes} ({rows.fmt.name}) in {rows.data.shape}"
             )
+        if rows.sharding != self.sharding:
+            raise ValueError(f"rows: expected sharding {self.sharding}, got {rows.sharding}")
         blocks = (*self.blocks[:block], rows.data, *self.blocks[block + 1 :])
         return dataclasses.replace(self, blocks=blocks)
 
@@ -130,6 +154,9 @@ class RingCache:
 
     def copy_slots(self, src: Int[ArrayLike, " n"], dst: Int[ArrayLike, " n"]) -> "RingCache":
         """Copies state slots into others, as when a request is forked.
+
+        On several devices this is the one call that sends rows from one to another: each of the n
+        slots to all of them.
 
         Args:
           src: integers[n], the slots to copy from, as they are before the call.
@@ -149,13 +176,13 @@ class RingCache:
         beyond = self.slots + jnp.arange(dst.shape[0], dtype=jnp.int32)
         dst = jnp.where(fits & (dst < self.slots), dst, beyond)
         source = jnp.where(fits, src, 0)
-        return dataclasses.replace(
-            self,
-            blocks=tuple(
-                block.at[dst].set(block[source], mode="drop", unique_indices=True)
-                for block in self.blocks
-            ),
+        blocks = tuple(
+            block.at[dst].set(block[source], mode="drop", unique_indices=True)
+            for block in self.blocks
         )
+        if self.sharding is not None:
+            blocks = lax.with_sharding_constraint(blocks, self.sharding)
+        return dataclasses.replace(self, blocks=blocks)
 
     def export_slot(self, b: Int[ArrayLike, ""], next_position: Int[ArrayLike, ""]) -> ExportedSlot:
         """What a request in slot b needs to go on at next_position.

@@ -1,4 +1,4 @@
-"""Jitted loops over a ring cache: prefill in chunks, decode in blocks of steps, replay."""
+"""Jitted loops over a ring cache: requests begin, decode in blocks of steps, go back, replay."""
 
 import dataclasses
 import functools
@@ -14,13 +14,12 @@ from jaxtyping import Array, ArrayLike, Float, Float32, Int32
 from pallas_kernels import checks
 from pallas_kernels.serialization import register_serialization
 from swa_jax.cache import RingCache
-from swa_jax.metadata import DecodeMetadata, PrefillMetadata
+from swa_jax.metadata import DecodeMetadata
 from swa_jax.modules import Decoder
+from swa_jax.placement import check_places, first_state_ids, gather_scores, replicate
+from swa_jax.prefilling import Params, apply_model, checked_slots, prefill
 from swa_jax.prompts import Prompt, token_ids, token_limits
 from swa_jax.sampling import Sampling, sample
-
-Params = Any
-"""A module's variables, {"params": ...}."""
 
 
 @register_serialization
@@ -50,41 +49,6 @@ class DecodeState:
     highest: Int32[Array, " b"]
     stop_tokens: Int32[Array, "b n"]
     sampling: Sampling
-
-
-@functools.partial(jax.jit, static_argnames="model", donate_argnames=("cache", "last"))
-def prefill_chunk(
-    model: Decoder,
-    params: Params,
-    cache: RingCache,
-    last: Float[Array, "b hidden"],
-    state_ids: Int32[Array, " b"],
-    tokens: Int32[Array, "b t"],
-    starts: Int32[Array, " b"],
-    lengths: Int32[Array, " b"],
-) -> tuple[RingCache, Float[Array, "b hidden"]]:
-    """One chunk of each request's prompt. The cache is donated.
-
-    Args:
-      model: the decoder.
-      params: its variables.
-      cache: the rings.
-      last: [B, hidden], hidden states of each request's last token so far.
-      state_ids: int32[B].
-      tokens: int32[B, T].
-      starts: int32[B], positions of the first tokens.
-      lengths: int32[B], tokens of each request in this chunk; 0: none.
-
-    Returns:
-      The new cache and the new `last`.
-    """
-    meta = PrefillMetadata.build(
-        cache.geometry, state_ids, starts, lengths, max_tokens=tokens.shape[1]
-    )
-    hidden, cache = _apply(model, params, tokens, cache, meta)
-    end = jnp.maximum(lengths - 1, 0)[:, None, None]
-    newest = jnp.take_along_axis(hidden, end, axis=1)[:, 0]
-    return cache, jnp.where(lengths[:, None] > 0, newest, last)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "steps"), donate_argnames="state")
@@ -123,7 +87,7 @@ def decode_block(
         return state, jnp.where(live & ~stops, token, -1)
 
     state, tokens = lax.scan(step, state, length=steps)
-    return state, tokens.T
+    return settled(state), replicate(tokens.T, state.cache.sharding)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
@@ -188,58 +152,9 @@ def decode_step(
       ValueError: as DecodeMetadata.build.
     """
     meta = DecodeMetadata.build(cache.geometry, state_ids, positions)
-    hidden, cache = _apply(model, params, tokens, cache, meta)
+    hidden, cache = apply_model(model, params, tokens, cache, meta)
     logits: Any = model.apply(params, hidden, method="logits")
-    return logits, cache
-
-
-def prefill(
-    model: Decoder,
-    params: Params,
-    cache: RingCache,
-    state_ids: ArrayLike,
-    prompts: Sequence[Prompt],
-    *,
-    chunk: int = 256,
-) -> tuple[RingCache, Float[Array, "b hidden"]]:
-    """Puts whole prompts of any lengths into empty state slots, chunk by chunk.
-
-    Args:
-      model: the decoder.
-      params: its variables.
-      cache: the rings; donated.
-      state_ids: integers[B], distinct state slots.
-      prompts: B sequences of token ids (bytes count as such), of any lengths but 0.
-      chunk: most tokens of a request in one call. One compilation per (B, T); T is `chunk`, or the
-        next power of two for shorter prompts.
-
-    Returns:
-      The new cache, and the hidden states of each prompt's last token.
-
-    Raises:
-      ValueError: no prompt, an empty one, or token ids out of range.
-    """
-    checks.check_count("chunk", chunk)
-    if isinstance(prompts, bytes | str):
-        raise ValueError("prompts: expected a list of prompts, got one")
-    rows = [token_ids(model, f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
-    if not rows:
-        raise ValueError("prompts: expected at least one prompt, got none")
-    state_ids = checks.as_int32("state_ids", state_ids)
-    checks.check_shape("state_ids", state_ids, (len(rows),))
-    _checked_slots(cache, state_ids)
-    longest = max(map(len, rows))
-    width = min(chunk, 1 << (longest - 1).bit_length())
-    dtype = model.config.layers[0].dtype
-    last = jnp.zeros((len(rows), model.config.hidden_size), dtype)
-    for start in range(0, longest, width):
-        lengths = np.array([min(max(len(row) - start, 0), width) for row in rows], np.int32)
-        tokens = np.zeros((len(rows), width), np.int32)
-        for i, row in enumerate(rows):
-            tokens[i, : lengths[i]] = row[start : start + width]
-        starts = np.full(len(rows), start, np.int32)
-        cache, last = prefill_chunk(model, params, cache, last, state_ids, tokens, starts, lengths)
-    return cache, last
+    return gather_scores(logits, cache.sharding), cache
 
 
 def begin(
@@ -273,7 +188,7 @@ def begin(
     if batch > cache.slots:
         raise ValueError(f"cache: expected at least {batch} state slots, got {cache.slots}")
     requests = _settings(model, batch, max_new_tokens, sampling, stop_tokens)
-    state_ids = np.arange(batch, dtype=np.int32)
+    state_ids = first_state_ids(cache.sharding, cache.slots, batch)
     cache, last = prefill(model, params, cache, state_ids, prompts, chunk=chunk)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     return _begin(model, params, cache, last, state_ids, lengths, np.zeros_like(lengths), *requests)
@@ -316,9 +231,10 @@ def begin_prefilled(
     state_ids, lengths, oldest = (checks.as_int32(name, value) for name, value in given.items())
     for name, value in zip(given, (state_ids, lengths, oldest), strict=True):
         checks.check_shape(name, value, (batch,))
-    ids = _checked_slots(cache, state_ids)
+    ids = checked_slots(cache, state_ids)
     if len(np.unique(ids)) < batch:
         raise ValueError(f"state_ids: expected distinct state slots, got {ids.tolist()}")
+    check_places(cache.sharding, cache.slots, ids)
     requests = _settings(model, batch, max_new_tokens, sampling, stop_tokens)
     return _begin(model, params, cache, last, state_ids, lengths, oldest, *requests)
 
@@ -357,20 +273,17 @@ def rollback(state: DecodeState, positions: ArrayLike, tokens: ArrayLike) -> Dec
             f"{np.asarray(state.highest).tolist()}, within rows that were stored, and not after "
             f"{now.tolist()}; got {new.tolist()}. Go back farther with a snapshot or a new prefill"
         )
+    positions, tokens = replicate((positions, tokens), state.cache.sharding)
     remaining = state.remaining + (state.positions - positions)
     return dataclasses.replace(state, positions=positions, tokens=tokens, remaining=remaining)
 
 
-def _apply(model, params, tokens, cache, meta) -> tuple[Float[Array, "b t hidden"], RingCache]:
-    """`model.apply` with a cache, whose type Flax does not tell."""
-    return model.apply(params, tokens, cache, meta)
-
-
-def _checked_slots(cache: RingCache, state_ids: ArrayLike) -> Int32[np.ndarray, " b"]:
-    ids = np.asarray(state_ids)
-    if np.any((ids < 0) | (ids >= cache.slots)):
-        raise ValueError(f"state_ids: expected 0 to {cache.slots - 1}, got {ids.tolist()}")
-    return ids
+def settled(state: DecodeState) -> DecodeState:
+    """The state as the next block expects it: all but the rings whole on every device."""
+    cache = state.cache
+    rest = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    del rest["cache"]
+    return dataclasses.replace(state, **replicate(rest, cache.sharding))
 
 
 def _settings(model, batch, max_new_tokens, sampling, stop_tokens):
@@ -384,9 +297,10 @@ def _settings(model, batch, max_new_tokens, sampling, stop_tokens):
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
 def _begin(model, params, cache, last, state_ids, lengths, oldest, limits, stop_tokens, sampling):
-    token = sample(model.apply(params, last, method="logits"), lengths, sampling)
+    scores = gather_scores(model.apply(params, last, method="logits"), cache.sharding)
+    token = sample(scores, lengths, sampling)
     stops = jnp.any(token[:, None] == stop_tokens, axis=1)
-    return DecodeState(
+    state = DecodeState(
         cache=cache,
         state_ids=state_ids,
         positions=lengths,
@@ -397,3 +311,4 @@ def _begin(model, params, cache, last, state_ids, lengths, oldest, limits, stop_
         stop_tokens=stop_tokens,
         sampling=sampling,
     )
+    return settled(state)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Int32
 from tqdm import tqdm
 
@@ -11,6 +12,7 @@ from swa_jax.cache import RingCache
 from swa_jax.decoding import DecodeState, Params, begin, decode_block
 from swa_jax.drafting import Drafter, NGramDrafter
 from swa_jax.modules import Decoder
+from swa_jax.placement import DeviceAxes, check_batch
 from swa_jax.prompts import Prompt, token_limits
 from swa_jax.sampling import Sampling
 from swa_jax.speculation import check_draft_tokens, speculate_block
@@ -29,6 +31,7 @@ def stream(
     drafter_params: Params = None,
     block_steps: int = 32,
     prefill_chunk: int = 256,
+    sharding: NamedSharding | None = None,
 ) -> Iterator[list[list[int]]]:
     """Generates text block by block.
 
@@ -45,6 +48,8 @@ def stream(
       drafter_params: the variables of a drafter that has any.
       block_steps: most tokens per request between two words to the host.
       prefill_chunk: most tokens of a prompt in one call.
+      sharding: of the cache, see `RingCache.create`; the parameters' come from
+        `parameter_shardings`. B has to be a multiple of the parts that the slots are in.
 
     Yields:
       The new tokens of each request, after the prefill and after each block.
@@ -56,11 +61,12 @@ def stream(
     checks.check_count("block_steps", block_steps)
     if len(prompts) == 0:
         raise ValueError("prompts: expected at least one prompt, got none")
+    check_batch("prompts", len(prompts), DeviceAxes.of(sharding).slot_shards)
     config = model.config
     check_draft_tokens(config.geometry, draft_tokens)
     if draft_tokens == 0 and (drafter is not None or drafter_params is not None):
         raise ValueError("draft_tokens: expected 1 or more with a drafter, got 0")
-    cache = RingCache.create(len(prompts), config.num_layers, config.geometry, config.fmt)
+    cache = RingCache.create(len(prompts), config.num_layers, config.geometry, config.fmt, sharding)
     state = begin(
         model,
         params,
@@ -106,6 +112,7 @@ def generate(
     drafter_params: Params = None,
     block_steps: int = 32,
     prefill_chunk: int = 256,
+    sharding: NamedSharding | None = None,
     progress: bool = False,
 ) -> list[list[int]]:
     """Generates the continuation of each prompt.
@@ -123,6 +130,7 @@ def generate(
       drafter_params: the variables of a drafter that has any.
       block_steps: most tokens per request between two words to the host.
       prefill_chunk: most tokens of a prompt in one call.
+      sharding: of the cache, as in `stream`.
       progress: show a progress bar on standard error.
 
     Returns:
@@ -144,6 +152,7 @@ def generate(
         drafter_params=drafter_params,
         block_steps=block_steps,
         prefill_chunk=prefill_chunk,
+        sharding=sharding,
     )
     total = int(token_limits(max_new_tokens, len(prompts)).sum(dtype=np.int64))
     results: list[list[int]] = [[] for _ in prompts]

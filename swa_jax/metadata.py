@@ -1,6 +1,7 @@
 """Addresses of one decode or prefill call: built once a step, shared by all layers."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,6 +64,10 @@ class DecodeMetadata:
             geometry.read_indices(state_ids, positions).reshape(-1, geometry.window),
             geometry,
         )
+
+    def replace_addresses(self, change: Callable[[Array], Array]) -> "DecodeMetadata":
+        """The same step with every flattened slot changed, as for a part of the cache."""
+        return dataclasses.replace(self, slots=change(self.slots), indices=change(self.indices))
 
 
 @register_serialization
@@ -128,6 +133,12 @@ class PrefillMetadata:
             geometry.slots(state_ids, jnp.maximum(old, -1)),
             geometry.slots(state_ids, stored).reshape(-1),
             geometry,
+        )
+
+    def replace_addresses(self, change: Callable[[Array], Array]) -> "PrefillMetadata":
+        """The same call with every flattened slot changed, as for a part of the cache."""
+        return dataclasses.replace(
+            self, window_slots=change(self.window_slots), slots=change(self.slots)
         )
 
 

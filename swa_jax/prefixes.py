@@ -17,10 +17,10 @@ from jaxtyping import Array, ArrayLike, Float, Int, Int32
 from pallas_kernels import checks
 from swa_jax.cache import RingCache
 from swa_jax.config import DecoderConfig
-from swa_jax.decoding import Params, prefill_chunk
 from swa_jax.exported import ExportedSlot
 from swa_jax.files import open_new, read_safetensors, write_safetensors
 from swa_jax.modules import Decoder
+from swa_jax.prefilling import Params, prefill_chunk
 from swa_jax.prompts import Prompt, token_ids
 
 _NAME = re.compile(r"(\d+)-[0-9a-f]{64}\.safetensors")

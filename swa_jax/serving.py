@@ -12,8 +12,9 @@ from jaxtyping import Int32
 from pallas_kernels import checks
 from swa_jax.admission import admit, idle_state
 from swa_jax.cache import RingCache
-from swa_jax.decoding import Params, decode_block, prefill_chunk
+from swa_jax.decoding import Params, decode_block
 from swa_jax.modules import Decoder
+from swa_jax.prefilling import prefill_chunk
 from swa_jax.prompts import token_ids, token_limits
 from swa_jax.requests import Finish, Request, Result
 from swa_jax.sampling import Sampling

@@ -10,9 +10,10 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from pallas_kernels.serialization import register_serialization
-from swa_jax.decoding import DecodeState, Params, decode_step
+from swa_jax.decoding import DecodeState, Params, decode_step, settled
 from swa_jax.drafting import Drafter
 from swa_jax.modules import Decoder
+from swa_jax.placement import replicate
 from swa_jax.ring import RingGeometry
 from swa_jax.sampling import sample
 
@@ -90,7 +91,8 @@ def speculate_block(
 
     (state, memory), (tokens, counts) = lax.scan(step, (state, memory), length=steps)
     tokens = jnp.swapaxes(tokens, 0, 1).reshape(tokens.shape[1], -1)
-    return state, memory, tokens, jax.tree.map(lambda x: jnp.sum(x, axis=0), counts)
+    counts = jax.tree.map(lambda x: jnp.sum(x, axis=0), counts)
+    return settled(state), memory, *replicate((tokens, counts), state.cache.sharding)
 
 
 def check_draft_tokens(geometry: RingGeometry, draft_tokens: int) -> None:

@@ -15,7 +15,7 @@ from small_models import QUICK_COMPILATION, attention_config, decoder_params, qu
 
 import swa_jax as swa
 from swa_jax import beams as beam_module
-from swa_jax import decoding
+from swa_jax import decoding, prefilling
 from swa_jax.beams import BeamState, beam_block, beam_search
 from swa_jax.best_of_n import best_of
 from swa_jax.continuations import Continuation
@@ -198,7 +198,7 @@ def test_a_search_ends_once_no_beam_can_reach_those_that_have_ended(monkeypatch)
 
 def test_nothing_is_compiled_again_for_another_prompt_stop_token_or_power():
     def sizes():
-        programs = beam_block, beam_module._begin_beams, decoding.prefill_chunk
+        programs = beam_block, beam_module._begin_beams, prefilling.prefill_chunk
         return [program._cache_size() for program in programs]
 
     search(*CASES[1], 3, [0, 3], 0.5)

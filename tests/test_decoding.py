@@ -11,7 +11,7 @@ import pytest
 from small_models import QUICK_COMPILATION, attention_config, decoder_config, decoder_params
 
 import swa_jax as swa
-from swa_jax import decoding, recompute
+from swa_jax import decoding, prefilling, recompute
 from swa_jax.sampling import request_keys
 
 pytestmark = pytest.mark.quick_compilation
@@ -162,7 +162,7 @@ class NarrowWindow:
 
 
 def programs() -> tuple[int, ...]:
-    return (decoding.prefill_chunk._cache_size(), decoding.decode_block._cache_size())
+    return (prefilling.prefill_chunk._cache_size(), decoding.decode_block._cache_size())
 
 
 @pytest.fixture(scope="module")
@@ -242,13 +242,13 @@ def test_the_block_size_does_not_change_tokens(run):
 def test_the_prefill_chunk_bounds_a_call_and_does_not_change_tokens(run, monkeypatch):
     sampling, tokens = run
     widths = []
-    call = decoding.prefill_chunk
+    call = prefilling.prefill_chunk
 
     def recorded(model, params, cache, last, state_ids, chunk, *addresses):
         widths.append(chunk.shape[1])
         return call(model, params, cache, last, state_ids, chunk, *addresses)
 
-    monkeypatch.setattr(decoding, "prefill_chunk", recorded)
+    monkeypatch.setattr(prefilling, "prefill_chunk", recorded)
     other = generate(sampling=sampling, prefill_chunk=11)  # shorter than the window
     assert widths == [11] * 5  # of 50 tokens
     for i in range(BATCH):

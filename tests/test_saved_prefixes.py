@@ -14,7 +14,7 @@ from small_models import attention_config, decoder_config, decoder_params
 
 import swa_jax as swa
 from pallas_kernels import dequantize_rows
-from swa_jax import decoding, prefixes
+from swa_jax import decoding, prefilling, prefixes
 from swa_jax.files import read_safetensors, write_safetensors
 from swa_jax.prefixes import PrefixStore, model_fingerprint, prefill_from_prefixes
 
@@ -133,7 +133,7 @@ def test_chunks_cut_elsewhere_agree_as_two_prefills_do(store):
 
 def test_one_program_serves_every_prompt(store):
     def sizes():
-        programs = decoding.prefill_chunk, prefixes._import, prefixes._export
+        programs = prefilling.prefill_chunk, prefixes._import, prefixes._export
         return [program._cache_size() for program in programs]
 
     with_prefixes(store, random_tokens(20, 1), [7, 11])

@@ -9,7 +9,7 @@ import pytest
 from small_models import attention_config, decoder_config, decoder_params
 
 import swa_jax as swa
-from swa_jax import admission, decoding, serving
+from swa_jax import admission, decoding, prefilling, serving
 from swa_jax.recompute import whole_sequence_logits
 from swa_jax.requests import Request, Result
 from swa_jax.sampling import sample
@@ -100,7 +100,7 @@ def run(arrivals: dict[int, list[Request]], *, poison: bool = False) -> Run:
         for slot, owner in enumerate(server.slots.owners):
             if owner is not None:
                 seen.acquired.setdefault(names[owner], (step, slot))
-        return decoding.prefill_chunk(model, params, poisoned(cache), *arguments)
+        return prefilling.prefill_chunk(model, params, poisoned(cache), *arguments)
 
     def admit(model, params, state, last, slots, *arguments):
         for lane in np.flatnonzero(slots >= 0):
@@ -145,7 +145,7 @@ def arriving(order: str) -> dict[int, list[Request]]:
 
 
 def programs() -> tuple[int, ...]:
-    calls = (decoding.prefill_chunk, admission.admit, decoding.decode_block)
+    calls = (prefilling.prefill_chunk, admission.admit, decoding.decode_block)
     return tuple(call._cache_size() for call in calls)
 
 
