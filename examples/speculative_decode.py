@@ -63,11 +63,15 @@ class Result:
 
 @dataclasses.dataclass
 class Timed:
-    """Tokens of one request, the seconds and the steps they took, and what became of drafts."""
+    """Tokens of one request, the seconds and steps they took, and what became of drafts.
+
+    The last block runs to its end: the steps in which the request was not finished are fewer.
+    """
 
     tokens: list[int]
-    seconds: float
-    steps: int
+    seconds: float = 0.0
+    steps: int = 0
+    unfinished_steps: int = 0
     drafted: int = 0
     accepted: int = 0
 
@@ -93,7 +97,7 @@ class Text:
 
     def plain(self) -> Timed:
         state = self.begin()
-        found = Timed([int(state.tokens[0])], 0, 0)
+        found = Timed([int(state.tokens[0])])
         started = time.perf_counter()
         while int(state.remaining[0]) > 0:
             state, tokens = decode_block(self.model, self.variables, state, STEPS)
@@ -105,7 +109,7 @@ class Text:
 
     def speculative(self, drafter: Drafter, drafter_variables: Any, draft_tokens: int) -> Timed:
         state = self.begin()
-        found = Timed([int(state.tokens[0])], 0, 0)
+        found = Timed([int(state.tokens[0])])
         memory = drafter.begin(
             self.model, drafter_variables, [self.prompt], state, draft_tokens=draft_tokens
         )
@@ -124,7 +128,8 @@ class Text:
             )
             new = np.asarray(tokens)[0]
             found.tokens += new[new >= 0].tolist()
-            found.steps += int(counts.steps[0])
+            found.steps += steps
+            found.unfinished_steps += int(counts.steps[0])
             found.drafted += int(counts.drafted[0])
             found.accepted += int(counts.accepted[0])
         found.seconds = time.perf_counter() - started
@@ -139,11 +144,11 @@ def measure(
         (text.plain(), text.speculative(drafter, variables, draft_tokens))
         for _ in range(rounds + 1)
     ][1:]
+    if not pairs[-1][1].steps:
+        raise ValueError(f"{name} text: expected more than one byte, the model ends it at once")
     speeds = [plain.seconds / other.seconds for plain, other in pairs]
     costs = [
-        (other.seconds / other.steps) / (plain.seconds / plain.steps)
-        for plain, other in pairs
-        if other.steps and plain.steps
+        (other.seconds / other.steps) / (plain.seconds / plain.steps) for plain, other in pairs
     ]
     _, last = pairs[-1]
     found = swa.compare_with_recompute(
@@ -153,8 +158,8 @@ def measure(
     return Result(
         prompt=name,
         draft_tokens=draft_tokens,
-        drafted_per_step=last.drafted / last.steps,
-        accepted_per_step=last.accepted / last.steps,
+        drafted_per_step=last.drafted / last.unfinished_steps,
+        accepted_per_step=last.accepted / last.unfinished_steps,
         step_cost=cost,
         break_even=max(cost - 1, 0.0),
         speed=float(np.median(speeds)),

@@ -357,6 +357,18 @@ def generations() -> dict:
         return tokens, np.asarray(first), np.asarray(again)
 
     want = run(None)
+    where = sharding(2, 2)
+    sampling = swa.Sampling.build(8, temperature=[0, 1] * 4)
+    drafted = swa.generate(
+        model,
+        place(config, where),
+        prompts,
+        max_new_tokens=9,
+        sampling=sampling,
+        draft_tokens=3,
+        drafter=swa.NGramDrafter(shortest=1),
+        sharding=where,
+    )
     compiled = []
 
     def listen(event: str, duration: float, fun_name: str = "", **_: Any) -> None:
@@ -364,8 +376,9 @@ def generations() -> dict:
             compiled.append(fun_name)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    got = run(sharding(2, 2))
+    got = run(where)
     return {
+        "drafted": drafted,
         "tokens": [got[0], want[0]],
         "rolled_back": bool(np.array_equal(got[2][:, :2], got[1][:, 2:])),
         "blocks_equal": [

@@ -24,8 +24,8 @@ CONFIG = swa.DecoderConfig(byte_text.VOCAB_SIZE, 2, attention_config(16, swa.V41
 def weights(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
     params = dict(decoder_params(CONFIG)["params"])
-    head = np.array(params["head"])
-    head[byte_text.BOUNDARY] = -1  # an end of file would end the decode early
+    head = 3 * np.array(params["head"])
+    head[byte_text.BOUNDARY] = 0  # an end of file would end the decode early
     swa.checkpoint.save_params(path, params | {"head": head}, {"config": CONFIG.to_json()})
     return path
 

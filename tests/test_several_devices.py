@@ -248,6 +248,11 @@ def test_generated_tokens_are_those_of_one_device(slow):
 
 
 @pytest.mark.slow
+def test_tokens_with_drafts_are_those_of_one_device_without(slow):
+    assert slow["generations"]["drafted"] == slow["generations"]["tokens"][1]
+
+
+@pytest.mark.slow
 def test_requests_go_back_on_several_devices(slow):
     assert slow["generations"]["rolled_back"]
     assert slow["generations"]["blocks_equal"] == [True, True]
