@@ -38,6 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help='run on an NVIDIA GPU, with the tests marked "gpu" (as JAX_PLATFORMS=cuda,cpu does)',
     )
+    parser.addoption(
+        "--first-cases",
+        action="store_true",
+        help="of each test with several cases only the first: for another JAX or Python",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,6 +66,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--first-cases"):
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+        kept = set(first.values())
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     if _wants_gpu(config):
         return
     skip = pytest.mark.skip(reason="needs --gpu")
