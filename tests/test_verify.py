@@ -1,0 +1,60 @@
+"""Attention of several tokens over a ring: each query as if it read its window by index."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import attention_config, largest_error, quick_jit
+
+import swa_jax as swa
+from pallas_kernels import quantize_rows, store_rows, transforms
+from swa_jax.heads import attend_indexed
+from swa_jax.verify import verify_attention
+
+WINDOW = 16
+CONFIG = attention_config(WINDOW, swa.V41)
+
+
+def run(attend, q, rows, meta, sinks):
+    rotation = transforms.rope_cos_sin(meta.positions, CONFIG.turns)
+    return np.asarray(attend(q, rows, meta, sinks, rotation))
+
+
+@quick_jit
+def by_band(q, rows, meta, sinks, rotation):
+    return verify_attention(q, rows, meta, sinks, rotation, CONFIG, "xla")
+
+
+@quick_jit
+def by_index(q, rows, meta, sinks, rotation):
+    return attend_indexed(q, rotation, rows, meta.indices, sinks, None, CONFIG, "xla")
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 7), (8, 3), (11, 2), (17, 6)])
+def test_every_query_sees_its_own_window_however_many_requests(batch, tokens):
+    geometry, rng = CONFIG.geometry, np.random.default_rng(batch)
+    starts = rng.integers(0, 5 * WINDOW, batch)
+    starts[0] = 0  # nothing stored before
+    lengths = rng.integers(0, tokens + 1, batch)
+    lengths[0] = tokens
+    column = np.arange(tokens)
+    positions = np.where(column < lengths[:, None], starts[:, None] + column, -1).astype(np.int32)
+    state_ids = rng.permutation(batch).astype(np.int32)
+    meta = swa.DecodeMetadata.build(geometry, state_ids, positions)
+
+    rows = swa.RingCache.create(batch, 1, geometry, CONFIG.fmt).layer(0)
+    values = rng.normal(size=(rows.num_rows, CONFIG.head_dim)).astype(np.float32)
+    data = np.array(quantize_rows(values, CONFIG.fmt))
+    seen = np.zeros(rows.num_rows, bool)
+    indices = np.asarray(meta.indices)
+    seen[indices[indices >= 0]] = True
+    data[~seen] = 0xFF
+    rows = store_rows(rows, data, np.arange(rows.num_rows, dtype=np.int32))
+
+    q = rng.normal(size=(batch, tokens, CONFIG.num_heads, CONFIG.head_dim)).astype(np.float32)
+    sinks = jnp.asarray(rng.normal(size=CONFIG.num_heads), jnp.float32)
+    got, want = (run(attend, q, rows, meta, sinks) for attend in (by_band, by_index))
+    assert np.isfinite(got).all()
+    assert np.abs(want).max() > 0
+    assert largest_error(got, want) < 3e-6
+    assert not got[positions < 0].any()
+    assert np.all(np.abs(got[positions >= 0]).max(axis=(1, 2)) > 0)
