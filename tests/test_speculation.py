@@ -191,6 +191,15 @@ def test_tokens_are_those_of_plain_decoding_whatever_is_drafted(sampling, draft_
         assert len(set(run.counts.accepted / run.counts.steps)) == BATCH, "each its own count"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_tokens", [1, 3, 4, 5])
+def test_tokens_are_those_of_plain_decoding_with_any_number_of_drafts(draft_tokens):
+    told = script("sampled", 0.7, seed=draft_tokens)
+    run = speculate(started("sampled"), ScriptedDrafter(), told, draft_tokens, poison=True)
+    assert_plain_tokens(run.tokens, "sampled")
+    assert run.counts.accepted.min() > 0
+
+
 @pytest.mark.parametrize("sampling", SETTINGS)
 def test_generate_with_drafts_returns_what_generate_returns(sampling):
     assert_plain_tokens(generate(sampling, draft_tokens=6), sampling)
