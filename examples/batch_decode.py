@@ -20,6 +20,7 @@ from typing import NoReturn
 
 import numpy as np
 from batch_lines import MAX_STOP_TOKENS, encode_line, read_lines, result_line
+from command_line import Parser
 from generate import WEIGHTS, load_model
 from tqdm import tqdm
 
@@ -121,14 +122,9 @@ def print_table(rows: Sequence[dict]) -> None:
         print(counts + " " + "   ".join(columns), file=sys.stderr)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = _Parser(
+    parser = Parser(
         prog="batch_decode.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\

@@ -13,11 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import byte_text
 import jax
 import jax.numpy as jnp
+from command_line import Parser
 from generate import PROMPT, WEIGHTS, load_model
 
 import swa_jax as swa
@@ -108,14 +109,9 @@ def print_results(report: dict, shown: int) -> None:
         )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = _Parser(
+    parser = Parser(
         prog="beam_search.py",
         description="Finds likely continuations of a text: a beam search over forks of one "
         "prefilled prompt, or the best of several samples.",

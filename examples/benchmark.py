@@ -17,10 +17,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from benchmark_process import Stage, Worker, failed, new_stage, skipped
 from benchmark_report import Report, markdown, plot
+from command_line import Parser
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -192,14 +193,9 @@ def _check_device(options: argparse.Namespace, stage: Stage) -> None:
 # --- the command line
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = _Parser(
+    parser = Parser(
         prog="benchmark.py",
         description="Times fused store and indexed attention beside XLA, on whatever device JAX "
         "finds. Prints a Markdown table.",

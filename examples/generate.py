@@ -22,9 +22,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from byte_evaluation import evaluate, print_table
+from command_line import Parser
 from text_checkpoints import Checkpoints, open_checkpoints, saved_blocks
 
 import swa_jax as swa
+from swa_jax.speculation import check_draft_tokens
 
 BLOCK = 25  # bytes between two words to the host
 WEIGHTS = Path(__file__).parent / "data" / "bytes.safetensors"
@@ -189,14 +191,9 @@ def print_report(report: dict) -> None:
     print("\n" + "\n".join(lines), file=sys.stderr)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = _Parser(
+    parser = Parser(
         prog="generate.py",
         description="Continues a text with the byte model, through the ring cache.",
     )
@@ -292,6 +289,7 @@ def main(arguments: Sequence[str]) -> int:
             top_p=options.top_p,
             keys=jax.random.key(options.seed)[None],
         )
+        check_draft_tokens(model.config.geometry, options.draft_tokens)
         checkpoints = None
         if options.checkpoint is not None:
             names = ("bytes", "temperature", "top_k", "top_p", "seed")

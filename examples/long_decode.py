@@ -6,16 +6,19 @@ python examples/long_decode.py --tokens 20000 --plot steps.png
 
 import argparse
 import dataclasses
+import importlib.util
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import byte_text
 import jax
 import numpy as np
+from command_line import Parser, print_error
 from generate import PROMPT, WEIGHTS, load_model
 from tqdm import tqdm
 
@@ -96,7 +99,7 @@ def _process_bytes() -> int | None:
         pages = Path("/proc/self/statm").read_text().split()[1]
     except OSError:
         return None
-    return int(pages) * 4096
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def print_table(stretches: Sequence[Stretch]) -> None:
@@ -114,12 +117,10 @@ def print_table(stretches: Sequence[Stretch]) -> None:
 
 def plot(stretches: Sequence[Stretch], path: Path) -> None:
     """Step time and memory by position, as a picture."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, (upper, lower) = plt.subplots(2, 1, sharex=True, figsize=(7, 5), layout="constrained")
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
     positions = [s.first for s in stretches]
     upper.plot(positions, [s.step_us for s in stretches], marker="o")
     upper.set_ylabel("µs per step")
@@ -132,33 +133,29 @@ def plot(stretches: Sequence[Stretch], path: Path) -> None:
     for axes in (upper, lower):
         axes.set_ylim(bottom=0)
     lower.legend()
-    figure.savefig(path)
-    plt.close(figure)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+    figure.savefig(path, format="png")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = _Parser(
+    parser = Parser(
         prog="long_decode.py",
         description="Decodes one request at length; shows step time and memory along the way.",
     )
     add = parser.add_argument
     add("--tokens", type=int, default=100_000, metavar="N",
-        help="bytes to generate (100000: some minutes)")  # fmt: skip
+        help="bytes to generate, rounded up to thousands (100000: some minutes)")  # fmt: skip
     add("--seed", type=int, default=0, help="decides what is sampled (0)")
     add("--weights", type=Path, default=WEIGHTS, help="file written by train_bytes.py (shipped)")
-    add("--plot", type=Path, metavar="FILE", help="draw the figures")
+    add("--plot", type=Path, metavar="FILE", help="draw the figures as PNG")
     add("--report", type=Path, metavar="FILE", help="write the figures as JSON")
     options = parser.parse_args(arguments)
     if not 1 <= options.tokens <= 10**9:
         parser.error(f"argument --tokens: expected 1 to {10**9}, got {options.tokens}")
     if not 0 <= options.seed < 2**32:
         parser.error(f"argument --seed: expected 0 to {2**32 - 1}, got {options.seed}")
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("argument --plot: expected matplotlib, which is not installed")
     for name in ("plot", "report"):
         path = getattr(options, name)
         if path is not None and not path.parent.is_dir():
@@ -179,7 +176,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.plot is not None:
             plot(stretches, options.plot)
     except (OSError, ValueError) as error:
-        print(f"long_decode.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print_error("long_decode.py", error)
         return 2
     return 0
 

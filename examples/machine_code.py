@@ -20,9 +20,10 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import gpu_compiler
+from command_line import Parser
 from gpu_compiler import CARDS, CompilationError
 from jax._src.interpreters import mlir
 from jax.extend.mlir import ir
@@ -254,15 +255,8 @@ def compile_shipped(cards: Sequence[str], ptxas: Path | None) -> Iterator[list[s
             yield table_row(entry.name, entry.card, compile_kernel(kernel, entry.arch, ptxas=ptxas))
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="machine_code.py",
         description="Compiles every shipped Triton tile for its card, which need not be here, and "
         "prints a Markdown table: registers per thread, bytes spilled, bytes of shared memory, "

@@ -18,12 +18,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from command_line import Parser
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
@@ -232,14 +233,9 @@ def print_report(file_bytes: int, found: dict[str, int]) -> bool:
     return holds
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = _Parser(
+    parser = Parser(
         prog="measure_loading.py",
         description="Measures what memory loading a checkpoint takes beside its parameters.",
     )

@@ -4,12 +4,12 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 import byte_text
 import generate
 import jax
 import numpy as np
+from command_line import Parser, print_error
 
 import swa_jax as swa
 
@@ -38,7 +38,7 @@ def run(prog: str, description: str, arguments: Sequence[str], continue_prompt: 
     try:
         decoder, variables = generate.load_model(generate.WEIGHTS)
     except (OSError, ValueError) as error:
-        print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print_error(prog, error)
         return 2
     key = jax.random.key(options.seed)
     sampling = swa.Sampling.build(1, temperature=TEMPERATURE, keys=key[None])
@@ -59,13 +59,8 @@ def run(prog: str, description: str, arguments: Sequence[str], continue_prompt: 
     return 0 if all(tokens == want for tokens in found.values()) else 1
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def _parse(prog: str, description: str, arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog=prog, description=description)
+    parser = Parser(prog=prog, description=description)
     add = parser.add_argument
     add("prompt", nargs="?", default=generate.PROMPT, metavar="PROMPT",
         help="text to continue; by default the start of a Python file")  # fmt: skip

@@ -15,7 +15,8 @@ import numpy as np
 
 import swa_jax as swa
 from pallas_kernels import dequantize_rows
-from swa_jax.decoding import prefill, replay
+from swa_jax.decoding import replay
+from swa_jax.prefilling import prefill
 
 
 def measure(

@@ -16,17 +16,19 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import byte_text
 import jax
 import numpy as np
 import prefix_rebuild
+from command_line import Parser
 from generate import WEIGHTS, load_model
 from tqdm import tqdm
 
 import swa_jax as swa
-from swa_jax.decoding import begin_prefilled, decode_block, prefill
+from swa_jax.decoding import begin_prefilled, decode_block
+from swa_jax.prefilling import prefill
 from swa_jax.prefixes import PrefixStore, model_fingerprint, prefill_from_prefixes
 
 QUESTIONS = (
@@ -210,14 +212,9 @@ def print_report(report: dict) -> None:
     prefix_rebuild.print_table(rebuilt, report["window"])
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = _Parser(
+    parser = Parser(
         prog="prefix_reuse.py",
         description="Saves the rows of a long prefix, goes on from them, and shows what prefilling "
         "only its last tokens would leave wrong.",

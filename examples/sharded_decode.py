@@ -23,13 +23,14 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from collectives import carrying_rows, find_collectives
+from command_line import Parser
 from generate import WEIGHTS, load_model
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 import swa_jax as swa
 from swa_jax import decoding
-from swa_jax.collectives import carrying_rows, find_collectives
 from swa_jax.parameter_sharding import parameter_shardings
 
 BLOCK = 8  # tokens between two words to the host
@@ -41,7 +42,8 @@ SECONDS_TO_FINISH = 900
 
 def make_prompts(count: int) -> list[bytes]:
     """Pieces of this file of different lengths, some longer than the window."""
-    return [TEXT[60 * i : 60 * i + 20 + 37 * i % 250] for i in range(count)]
+    starts = (60 * i % (len(TEXT) - 270) for i in range(count))
+    return [TEXT[start : start + 20 + 37 * i % 250] for i, start in enumerate(starts)]
 
 
 def decode(
@@ -175,14 +177,9 @@ def print_table(report: dict) -> None:
     print("Collectives are those in the text of a block's program; a loop's count once.")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = _Parser(
+    parser = Parser(
         prog="sharded_decode.py",
         description="Decodes a batch on several devices: requests over some, heads over others. "
         "Compares with one device, and lists what the compiled program sends between devices.",

@@ -12,11 +12,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import byte_text
 import jax
 import numpy as np
+from command_line import Parser, print_error
 from generate import PROMPT, WEIGHTS, load_model
 from tqdm import tqdm
 
@@ -42,7 +43,7 @@ class Result:
       drafted_per_step, accepted_per_step: drafts proposed, and accepted, in a verify step.
       step_cost: time of a step (draft, verify, accept) in plain steps, median of the rounds.
       break_even: drafts that must be accepted per step to be as fast as plain decoding.
-      speed: plain time by speculative time for the same tokens, median of the rounds.
+      speed: plain time by speculative time for a token, median of the rounds.
       lowest, highest: of that over the rounds.
       equal: whether the tokens are the recompute's, up to ties.
       ties: tokens that tie with the recompute's choice.
@@ -146,9 +147,13 @@ def measure(
     ][1:]
     if not pairs[-1][1].steps:
         raise ValueError(f"{name} text: expected more than one byte, the model ends it at once")
-    speeds = [plain.seconds / other.seconds for plain, other in pairs]
     costs = [
         (other.seconds / other.steps) / (plain.seconds / plain.steps) for plain, other in pairs
+    ]
+    # By the token: plain decoding and drafts run their last blocks to the end, for nothing.
+    speeds = [
+        (1 + other.accepted / other.unfinished_steps) / cost
+        for cost, (_, other) in zip(costs, pairs, strict=True)
     ]
     _, last = pairs[-1]
     found = swa.compare_with_recompute(
@@ -220,14 +225,9 @@ def print_results(results: Sequence[Result]) -> None:
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = _Parser(
+    parser = Parser(
         prog="speculative_decode.py",
         description="Measures speculative decoding against plain decoding of the same tokens.",
     )
@@ -286,7 +286,7 @@ def main(arguments: Sequence[str]) -> int:
             for name, count in tqdm(cases, unit="case", disable=not sys.stderr.isatty())
         ]
     except (OSError, ValueError) as error:
-        print(f"speculative_decode.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print_error("speculative_decode.py", error)
         return 2
     print_results(results)
     if options.report is not None:

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from command_line import Parser
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -503,11 +504,6 @@ def write_model(
     return description
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -531,7 +527,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     Returns:
         The options; ``run`` holds those that decide the result.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="train_bytes.py",
         description="Trains the byte model on the sources of Python's standard library.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

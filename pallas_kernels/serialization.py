@@ -17,7 +17,8 @@ def register_serialization(cls: type[T]) -> type[T]:
 
     Args:
       cls: a dataclass registered with `jax.tree_util.register_dataclass`, whose static fields are
-        ints or dataclasses of JSON's own types, or None.
+        ints or dataclasses of JSON's own types, or None. A program that holds another value cannot
+        be saved: `jax.export` raises a ValueError.
 
     Returns:
       The class.
@@ -33,11 +34,11 @@ def register_serialization(cls: type[T]) -> type[T]:
             for (name, kind), value in zip(static, values, strict=True)
             if value is not None
         }
-        if "sharding" in plain:
-            raise ValueError(
-                f"{cls.__name__}: expected no sharding in a saved program, which names no devices, "
-                f"got {plain['sharding']}"
-            )
+        for name, value in plain.items():
+            if not isinstance(value, int | dict):  # such as a sharding: a file names no devices
+                raise ValueError(
+                    f"{cls.__name__}: expected no {name} in a saved program, got {value}"
+                )
         return json.dumps(plain).encode()
 
     def deserialize(data: bytes) -> tuple[Any, ...]:

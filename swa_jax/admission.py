@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from swa_jax.cache import RingCache
-from swa_jax.decoding import DecodeState, Params
+from swa_jax.decoding import DecodeState
 from swa_jax.modules import Decoder
+from swa_jax.prefilling import Params
 from swa_jax.sampling import Sampling, sample
 
 

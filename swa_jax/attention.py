@@ -143,6 +143,9 @@ def decode_attention(
 ) -> tuple[Float[Array, "b t h d"], KVRows]:
     """Stores the new rows, then reads the ring through indices.
 
+    Several tokens of a request have windows that differ in a row or two: without a compressed cache
+    `verify_attention` may read those together.
+
     Args:
       params: at least kv_norm [D] and sinks [H].
       q: floating[B, T, H, D], queries before norm and rotation.

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels import checks
+from pallas_kernels.serialization import register_serialization
 from swa_jax.cache import RingCache
 from swa_jax.continuations import (
     Continuation,
@@ -18,11 +19,13 @@ from swa_jax.continuations import (
     checked_stops,
     prefill_first,
 )
-from swa_jax.decoding import Params, decode_step
+from swa_jax.decoding import decode_step
 from swa_jax.modules import Decoder
+from swa_jax.prefilling import Params
 from swa_jax.prompts import Prompt
 
 
+@register_serialization
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BeamState:
@@ -106,7 +109,8 @@ def beam_search(
       params: its variables.
       prompt: token ids of one request, or bytes.
       beams: K.
-      max_new_tokens: most tokens of a continuation, a stop token included.
+      max_new_tokens: most tokens of a continuation, a stop token included. One compilation for
+        each, and for each number of beams.
       stop_tokens: token ids that end a continuation.
       alpha: 0 or more: a score is a log-probability divided by length ** alpha, the length
         counting a stop token. 0 compares log-probabilities, 1 their means.
@@ -125,7 +129,7 @@ def beam_search(
         ("block_steps", block_steps),
     ):
         checks.check_count(name, value)
-    stops, power = checked_stops(model, stop_tokens), checked_alpha(alpha)
+    stops, power = checked_stops(model, stop_tokens), checked_alpha(alpha, max_new_tokens)
     cache, last, length = prefill_first(model, params, prompt, beams, prefill_chunk)
     state = _begin_beams(
         model,

@@ -18,8 +18,9 @@ from swa_jax.continuations import (
     checked_stops,
     prefill_first,
 )
-from swa_jax.decoding import Params, decode_step
+from swa_jax.decoding import decode_step
 from swa_jax.modules import Decoder
+from swa_jax.prefilling import Params
 from swa_jax.prompts import Prompt
 from swa_jax.sampling import Sampling, sample
 
@@ -67,7 +68,7 @@ def best_of(
         ("block_steps", block_steps),
     ):
         checks.check_count(name, value)
-    stops, power = checked_stops(model, stop_tokens), checked_alpha(alpha)
+    stops, power = checked_stops(model, stop_tokens), checked_alpha(alpha, max_new_tokens)
     sampling = Sampling.build(samples, temperature=1.0) if sampling is None else sampling
     checks.check_shape("sampling.temperature", sampling.temperature, (samples,))
     cache, last, length = prefill_first(model, params, prompt, samples, prefill_chunk)

@@ -291,6 +291,19 @@ class DecoderConfig:
         return build(cls, fields)
 
 
+def plain_config(config: DecoderConfig) -> dict[str, Any]:
+    """A configuration as JSON values that are equal for equal models.
+
+    Every layer has its own, as one for all says the same; formats have no notes.
+    """
+    plain = json.loads(dataclasses.replace(config, attention=config.layers).to_json())
+    for layer in plain["attention"]:
+        for name in ("fmt", "extra_fmt"):
+            if layer[name] is not None:
+                del layer[name]["note"]
+    return plain | {"attention": {str(i): layer for i, layer in enumerate(plain["attention"])}}
+
+
 def check_feed_forward(mlp_size: Any, experts: Any) -> None:
     """Raises ValueError unless they are a SwiGLU's width and None, or 0 and experts."""
     if experts is None:

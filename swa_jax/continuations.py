@@ -8,8 +8,8 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import checks
 from swa_jax.cache import RingCache
-from swa_jax.decoding import Params, prefill
 from swa_jax.modules import Decoder
+from swa_jax.prefilling import Params, prefill
 from swa_jax.prompts import Prompt, token_ids
 
 
@@ -61,9 +61,22 @@ def checked_stops(model: Decoder, stop_tokens: Sequence[int]) -> Int32[np.ndarra
     return np.unique(token_ids(model, "stop_tokens", stop_tokens))
 
 
-def checked_alpha(alpha: float) -> float:
-    """The power of the length by which log-probabilities are divided; ValueError below 0."""
+def checked_alpha(alpha: float, max_new_tokens: int) -> float:
+    """The power of the length by which log-probabilities are divided.
+
+    Args:
+      alpha: 0 or more.
+      max_new_tokens: the largest length.
+
+    Raises:
+      ValueError: it is below 0, or the power is no float32.
+    """
     number = checks.as_float("alpha", alpha)
     if not 0 <= number < np.inf:
         raise ValueError(f"alpha: expected a number of 0 or more, got {alpha!r}")
+    if number * np.log2(max_new_tokens) >= 127:
+        raise ValueError(
+            f"alpha: expected less than {127 / np.log2(max_new_tokens):g}, so that "
+            f"{max_new_tokens} ** alpha is finite, got {alpha!r}"
+        )
     return number

@@ -33,7 +33,7 @@ def on_each_device(
     Request i of B meets the slots of part i // (B / parts): the metadata has to be in that order,
     see `placement.place_requests`. Where its values are known this is checked. In a compiled
     program nothing is known: a request whose state slot lies elsewhere stores nothing there, and
-    its output is NaN.
+    its output is NaN. So is that of a request that names compressed rows of other devices.
 
     Args:
       attend: the call for one device: (params, q, latents, rotation, rows, meta, extra=) to
@@ -78,16 +78,24 @@ def on_each_device(
     def local(kv_norm, sinks, q, latents, rotation, data, start, meta, extra):
         part = KVRows(data, start, rows.rows_per_slot, rows.fmt)
         shard = lax.axis_index(axes.slots) if axes.slots else jnp.int32(0)
+        lost = jnp.zeros((q.shape[0], 1), bool)
         if extra is not None and extra.rows.sharding is not None:
             own = dataclasses.replace(extra.rows, sharding=None)
             indices = checks.as_int32("extra.indices", extra.indices)
-            extra = dataclasses.replace(extra, rows=own, indices=_within(indices, shard, own))
+            named = (indices >= 0) & (indices < own.num_rows * axes.slot_shards)
+            if extra.lengths is not None:
+                column = jnp.arange(indices.shape[1], dtype=jnp.int32)[None, :]
+                named &= column < extra.lengths[:, None]
+            indices = _within(indices, shard, own)
+            lost = named & (indices < 0)
+            extra = dataclasses.replace(extra, rows=own, indices=indices)
         mine = meta.replace_addresses(lambda slots: _within(slots, shard, part))
         out, part = attend(
             {"kv_norm": kv_norm, "sinks": sinks}, q, latents, rotation, part, mine, extra=extra
         )
         exists = (meta.slots >= 0) & (meta.slots < rows.num_rows)
         elsewhere = jnp.any((exists & (mine.slots < 0)).reshape(q.shape[0], -1), axis=1)
+        elsewhere |= jnp.any(lost.reshape(q.shape[0], -1), axis=1)
         nan = jnp.asarray(jnp.nan, out.dtype)
         return jnp.where(elsewhere[:, None, None, None], nan, out), part.data
 

@@ -12,9 +12,10 @@ from jaxtyping import Array, Int32
 
 from pallas_kernels import checks
 from swa_jax.cache import RingCache
-from swa_jax.decoding import DecodeState, Params, decode_step, prefill
+from swa_jax.decoding import DecodeState, decode_step
 from swa_jax.modules import Decoder
-from swa_jax.prompts import Prompt
+from swa_jax.prefilling import Params, prefill
+from swa_jax.prompts import Prompt, token_ids
 from swa_jax.sampling import sample
 
 
@@ -125,11 +126,10 @@ class NGramDrafter:
         draft_tokens: int,
     ) -> Int32[Array, "b history"]:
         """Each prompt's newest tokens and the first chosen one, latest last; -1 before them."""
-        del model, params, draft_tokens
+        del params, draft_tokens
         known = np.full((len(prompts), self.history), -1, np.int32)
         for row, prompt in zip(known, prompts, strict=True):
-            values = np.frombuffer(prompt, np.uint8) if isinstance(prompt, bytes) else prompt
-            newest = np.asarray(values)[-(self.history - 1) :]
+            newest = token_ids(model, "prompt", prompt)[-(self.history - 1) :]
             row[-1 - len(newest) : -1] = newest
         return jnp.asarray(known).at[:, -1].set(state.tokens)
 
@@ -187,6 +187,10 @@ class ModelDrafter:
 
     model: Decoder
 
+    def __post_init__(self):
+        if not isinstance(self.model, Decoder):
+            raise ValueError(f"model: expected a Decoder, got {type(self.model).__name__}")
+
     def begin(
         self,
         model: Decoder,
@@ -197,6 +201,8 @@ class ModelDrafter:
         draft_tokens: int,
     ) -> RingCache:
         """Prefills the drafter's own rings."""
+        if params is None:
+            raise ValueError("drafter_params: expected the variables of the drafter, got None")
         config = self.model.config
         if config.vocab_size != model.config.vocab_size:
             raise ValueError(
@@ -209,7 +215,13 @@ class ModelDrafter:
                 f"draft_tokens: expected at most {room} (capacity - window + 1 of the drafter's "
                 f"rings), got {draft_tokens}"
             )
-        cache = RingCache.create(state.cache.slots, config.num_layers, config.geometry, config.fmt)
+        cache = RingCache.create(
+            state.cache.slots,
+            config.num_layers,
+            config.geometry,
+            config.fmt,
+            state.cache.sharding,
+        )
         cache, _ = prefill(self.model, params, cache, state.state_ids, prompts)
         return cache
 

@@ -26,7 +26,8 @@ class Experts(nn.Module):
     """A sum of the SwiGLUs that each token chooses, by weight, and of the shared one.
 
     Every choice is served, however many tokens make the same one. On one device, memory grows with
-    tokens * top_k, and only experts that are chosen are read.
+    tokens * top_k, and only experts that are chosen are read. What else is in a call changes no
+    token; calls of other shapes multiply in other blocks, and agree to rounding.
 
     Parameters: router float32[experts, hidden] and router_bias float32[experts], which moves the
     choice but not the weights and has no gradient: what balances the load sets it. gate and up

@@ -1,6 +1,7 @@
 """ExportedSlot: the rows of one request, to be put into another slot or process."""
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 
@@ -59,14 +60,16 @@ class ExportedSlot:
 
     def to_tensors(self, model: str = "") -> tuple[dict[str, np.ndarray], dict[str, str]]:
         """What `to_bytes` writes: arrays by name, and the texts of the header."""
+        rows = np.asarray(self.data)
         metadata = {
+            "sha256": hashlib.sha256(rows.tobytes()).hexdigest(),
             "window": str(self.geometry.window),
             "capacity": str(self.geometry.capacity),
             "format": json.dumps(dataclasses.asdict(self.fmt)),
             "next_position": str(int(self.next_position)),
             "model": model,
         }
-        return {"rows": np.asarray(self.data)}, metadata
+        return {"rows": rows}, metadata
 
     @classmethod
     def from_tensors(
@@ -77,7 +80,7 @@ class ExportedSlot:
             fmt = KVCacheFormat(**json.loads(metadata["format"]))
             geometry = RingGeometry(int(metadata["window"]), int(metadata["capacity"]))
             next_position = checks.as_int32("next_position", int(metadata["next_position"]))
-            rows, rows_of = tensors["rows"], metadata["model"]
+            rows, rows_of, digest = tensors["rows"], metadata["model"], metadata["sha256"]
         except KeyError as error:
             raise ValueError(f"exported slot: expected an entry {error}, got none") from None
         except (TypeError, ValueError) as error:
@@ -87,6 +90,8 @@ class ExportedSlot:
         if rows.dtype != np.uint8:
             raise ValueError(f"exported slot: expected uint8 rows, got {rows.dtype}")
         checks.check_shape("exported slot", rows, (None, geometry.window - 1, fmt.row_bytes))
+        if hashlib.sha256(rows.tobytes()).hexdigest() != digest:
+            raise ValueError("exported slot: expected the rows of its header's sha256, got others")
         if next_position < 0:
             raise ValueError(f"exported slot: expected a position from 0, got {next_position}")
         return cls(jnp.asarray(rows), next_position, geometry, fmt)

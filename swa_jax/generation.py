@@ -9,10 +9,11 @@ from tqdm import tqdm
 
 from pallas_kernels import checks
 from swa_jax.cache import RingCache
-from swa_jax.decoding import DecodeState, Params, begin, decode_block
+from swa_jax.decoding import DecodeState, begin, decode_block
 from swa_jax.drafting import Drafter, NGramDrafter
 from swa_jax.modules import Decoder
 from swa_jax.placement import DeviceAxes, check_batch
+from swa_jax.prefilling import Params
 from swa_jax.prompts import Prompt, token_limits
 from swa_jax.sampling import Sampling
 from swa_jax.speculation import check_draft_tokens, speculate_block
@@ -77,13 +78,14 @@ def stream(
         stop_tokens=stop_tokens,
         chunk=prefill_chunk,
     )
-    yield first_tokens(state)
     if draft_tokens == 0:
+        yield first_tokens(state)
         for _, new in go_on(model, params, state, block_steps=block_steps):
             yield new
         return
     drafter = NGramDrafter() if drafter is None else drafter
     memory = drafter.begin(model, drafter_params, prompts, state, draft_tokens=draft_tokens)
+    yield first_tokens(state)
     steps = max(1, block_steps // (draft_tokens + 1))
     while _unfinished(state):
         state, memory, tokens, _ = speculate_block(

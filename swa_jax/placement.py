@@ -116,7 +116,9 @@ def check_sharding(sharding: object) -> None:
             f"sharding: expected a mesh whose axes have AxisType.Auto, as jax.sharding.Mesh makes "
             f"them, got {mesh.axis_types}"
         )
-    if any(entry is not None for entry in spec[1:]) or len(spec) > 2:
+    names = spec[0] if len(spec) else None
+    plain = names is None or isinstance(names, str | tuple)
+    if any(entry is not None for entry in spec[1:]) or len(spec) > 2 or not plain:
         raise ValueError(
             f"sharding: expected a spec that names the axes of the slots only, as "
             f"PartitionSpec('data') does: a row is not divided; got {spec}"

@@ -16,10 +16,11 @@ from jaxtyping import Array, ArrayLike, Float, Int, Int32
 
 from pallas_kernels import checks
 from swa_jax.cache import RingCache
-from swa_jax.config import DecoderConfig
+from swa_jax.config import DecoderConfig, plain_config
 from swa_jax.exported import ExportedSlot
 from swa_jax.files import open_new, read_safetensors, write_safetensors
 from swa_jax.modules import Decoder
+from swa_jax.placement import DeviceAxes
 from swa_jax.prefilling import Params, prefill_chunk
 from swa_jax.prompts import Prompt, token_ids
 
@@ -32,14 +33,14 @@ def model_fingerprint(config: DecoderConfig, params: Params) -> str:
     Every weight is read once, on the host: compute it once a process.
 
     Args:
-      config: of the decoder; all of it counts.
+      config: of the decoder; all of it counts but the notes of formats.
       params: its variables, whole on this process's devices. Name, dtype, shape and bytes of each
         count: weights that were rounded to another dtype are another model.
 
     Returns:
       A sha256 in hexadecimal.
     """
-    digest = hashlib.sha256(_encode(json.loads(config.to_json())))
+    digest = hashlib.sha256(_encode(plain_config(config)))
     for keys, value in jax.tree_util.tree_leaves_with_path(params):
         array = np.asarray(jax.device_get(value))
         name = jax.tree_util.keystr(keys, simple=True, separator=".")
@@ -192,11 +193,17 @@ def prefill_from_prefixes(
     Raises:
       ValueError: an empty prompt, a token id or a slot out of range, or as `PrefixStore.longest`
         and `RingCache.import_slot`.
+      NotImplementedError: the state slots are split over devices.
     """
     checks.check_count("chunk", chunk)
     tokens = token_ids(model, "prompt", prompt)
     if checks.known_int("slot", slot) not in range(cache.slots):
         raise ValueError(f"slot: expected 0 to {cache.slots - 1}, got {slot}")
+    if DeviceAxes.of(cache.sharding).slot_shards > 1:
+        raise NotImplementedError(
+            f"cache: expected state slots that are not split, as one request goes in at a time, "
+            f"got {cache.sharding}"
+        )
     for position in save_at:
         checks.check_count("save_at", position)
     state_ids = np.full(1, slot, np.int32)

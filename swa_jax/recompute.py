@@ -8,8 +8,9 @@ import numpy as np
 
 from pallas_kernels import checks
 from swa_jax.cache import RingCache
-from swa_jax.decoding import Params, prefill, replay
+from swa_jax.decoding import replay
 from swa_jax.modules import Decoder
+from swa_jax.prefilling import Params, prefill
 from swa_jax.prompts import Prompt, token_ids
 from swa_jax.sampling import Sampling, allowed_tokens, perturbed_scores
 

@@ -12,9 +12,9 @@ from jaxtyping import Int32
 from pallas_kernels import checks
 from swa_jax.admission import admit, idle_state
 from swa_jax.cache import RingCache
-from swa_jax.decoding import Params, decode_block
+from swa_jax.decoding import decode_block
 from swa_jax.modules import Decoder
-from swa_jax.prefilling import prefill_chunk
+from swa_jax.prefilling import Params, prefill_chunk
 from swa_jax.prompts import token_ids, token_limits
 from swa_jax.requests import Finish, Request, Result
 from swa_jax.sampling import Sampling
@@ -76,6 +76,7 @@ class Server:
         self._lanes: list[_Job | None] = [None] * min(prefill_lanes, slots)
         self._decoding: dict[int, _Job] = {}
         self._submitted = self._tokens_chosen = 0
+        self._stepping = False
         dtype = config.layers[0].dtype
         self._last = jnp.zeros((len(self._lanes), config.hidden_size), dtype)
         self._greedy = Sampling.build(1)
@@ -109,7 +110,7 @@ class Server:
                 f"{len(prompt)}"
             )
         sampling = self._greedy if request.sampling is None else request.sampling
-        checks.check_shape("sampling.temperature", sampling.temperature, (1,))
+        _check_sampling(sampling, self._greedy)
         stops = np.full(self.state.stop_tokens.shape[1], -1, np.int32)
         count = len(request.stop_tokens)
         if count > len(stops):
@@ -124,7 +125,16 @@ class Server:
 
         Returns:
           The requests that finished, in the order in which they did. Their slots are free.
+
+        Raises:
+          ValueError: an earlier step was interrupted.
         """
+        if self._stepping:
+            raise ValueError(
+                "step: expected a server whose last step ended, got one that was "
+                "interrupted: tokens may be lost; cancel gives those it has"
+            )
+        self._stepping = True
         self._assign_lanes()
         finished = self._prefill()
         if self._decoding:
@@ -132,10 +142,11 @@ class Server:
                 self._model, self._params, self.state, self._block_steps
             )
             finished += self._collect(np.asarray(tokens), self._decoding)
+        self._stepping = False
         return finished
 
     def cancel(self) -> list[Result]:
-        """Ends all requests with the tokens they have.
+        """Ends all requests with the tokens they have, also after a step that was interrupted.
 
         Returns:
           Their results, those that wait included, in the order of submission.
@@ -147,7 +158,9 @@ class Server:
         self._waiting.clear()
         self._decoding.clear()
         self._lanes = [None] * len(self._lanes)
-        self.state = dataclasses.replace(self.state, remaining=jnp.zeros_like(self.state.remaining))
+        if not self._stepping:  # else no step follows, and the state may be gone
+            idle = jnp.zeros_like(self.state.remaining)
+            self.state = dataclasses.replace(self.state, remaining=idle)
         return [job.result("cancelled") for job in sorted(jobs, key=lambda job: job.number)]
 
     @property
@@ -173,7 +186,6 @@ class Server:
                 piece = job.prompt[job.prefilled : job.prefilled + self._chunk]
                 tokens[lane, : len(piece)] = piece
                 slots[lane], starts[lane], lengths[lane] = job.slot, job.prefilled, len(piece)
-                job.prefilled += len(piece)
         cache, self._last = prefill_chunk(
             self._model,
             self._params,
@@ -185,6 +197,9 @@ class Server:
             lengths,
         )
         self.state = dataclasses.replace(self.state, cache=cache)
+        for job, length in zip(self._lanes, lengths, strict=True):
+            if job is not None:
+                job.prefilled += int(length)
         through: dict[int, _Job] = {
             lane: job
             for lane, job in enumerate(self._lanes)
@@ -241,7 +256,15 @@ class Server:
 
 
 def serve(
-    model: Decoder, params: Params, requests: Iterable[Request], **options: int
+    model: Decoder,
+    params: Params,
+    requests: Iterable[Request],
+    *,
+    slots: int = 8,
+    block_steps: int = 16,
+    chunk: int = 64,
+    prefill_lanes: int = 4,
+    max_stop_tokens: int = 4,
 ) -> Iterator[Result]:
     """Decodes requests, many at once, and yields each as it finishes.
 
@@ -249,7 +272,11 @@ def serve(
       model: the decoder.
       params: its variables.
       requests: what to continue. All are submitted before the first step.
-      **options: `slots`, `block_steps`, `chunk`, `prefill_lanes`, `max_stop_tokens` of `Server`.
+      slots: as of `Server`, and so are the others.
+      block_steps: tokens per request between two words to the host.
+      chunk: tokens of a prompt in one call of prefill.
+      prefill_lanes: requests in one call of prefill.
+      max_stop_tokens: stop tokens that a request may have.
 
     Yields:
       The results, in finishing order.
@@ -257,11 +284,32 @@ def serve(
     Raises:
       ValueError: as `Server` and `Server.submit`.
     """
-    server = Server(model, params, **options)
+    server = Server(
+        model,
+        params,
+        slots=slots,
+        block_steps=block_steps,
+        chunk=chunk,
+        prefill_lanes=prefill_lanes,
+        max_stop_tokens=max_stop_tokens,
+    )
     for request in requests:
         server.submit(request)
     while server.pending:
         yield from server.step()
+
+
+def _check_sampling(sampling: Sampling, like: Sampling) -> None:
+    """Raises ValueError unless the settings are of one request, as admission needs them."""
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling: expected a Sampling, got {type(sampling).__name__}")
+    for field in dataclasses.fields(sampling):
+        want, got = (getattr(one, field.name) for one in (like, sampling))
+        if (want.shape, want.dtype) != (got.shape, got.dtype):
+            raise ValueError(
+                f"sampling.{field.name}: expected {want.dtype}{want.shape}, got "
+                f"{got.dtype}{got.shape}"
+            )
 
 
 @dataclasses.dataclass(eq=False)

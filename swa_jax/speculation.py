@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
+from pallas_kernels import checks
 from pallas_kernels.serialization import register_serialization
-from swa_jax.decoding import DecodeState, Params, decode_step, settled
+from swa_jax.decoding import DecodeState, decode_step, settled
 from swa_jax.drafting import Drafter
 from swa_jax.modules import Decoder
 from swa_jax.placement import replicate
+from swa_jax.prefilling import Params
 from swa_jax.ring import RingGeometry
 from swa_jax.sampling import sample
 
@@ -76,13 +78,15 @@ def speculate_block(
       wherever there is none; and the counts of this block.
 
     Raises:
-      ValueError: more drafts than the ring has room for.
+      ValueError: more drafts than the ring has room for, or other drafts than int32[B, k].
     """
     check_draft_tokens(state.cache.geometry, draft_tokens)
 
     def step(carry, _):
         state, memory = carry
         drafts, memory = drafter.propose(drafter_params, memory, state, draft_tokens=draft_tokens)
+        drafts = checks.as_int32("the drafter's drafts", drafts)
+        checks.check_shape("the drafter's drafts", drafts, (state.tokens.shape[0], draft_tokens))
         new, tokens, accepted, drafted = _verify(model, params, state, drafts)
         counts = jnp.sum(tokens >= 0, axis=1, dtype=jnp.int32)
         memory = drafter.accept(memory, state, tokens, counts)

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from pallas_kernels import checks
 from swa_jax.cache import RingCache
-from swa_jax.config import DecoderConfig
+from swa_jax.config import DecoderConfig, plain_config
 from swa_jax.decoding import DecodeState
 from swa_jax.sampling import Sampling
 
@@ -41,8 +41,8 @@ def identity(
     """
     plain = plain_config(config)
     try:
-        known = json.loads(json.dumps(dict(settings or {})))
-    except TypeError as error:
+        known = json.loads(json.dumps(dict(settings or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
         raise ValueError(f"settings: expected JSON values, got {error}") from None
     return {
         "format": plain["attention"]["0"]["fmt"],
@@ -53,19 +53,6 @@ def identity(
         "config": plain,
         "settings": known,
     }
-
-
-def plain_config(config: DecoderConfig) -> dict[str, Any]:
-    """A configuration as JSON values that are equal for equal models.
-
-    Every layer has its own, as one for all says the same; formats have no notes.
-    """
-    plain = json.loads(dataclasses.replace(config, attention=config.layers).to_json())
-    for layer in plain["attention"]:
-        for name in ("fmt", "extra_fmt"):
-            if layer[name] is not None:
-                del layer[name]["note"]
-    return plain | {"attention": {str(i): layer for i, layer in enumerate(plain["attention"])}}
 
 
 def compare(source: object, want: Any, got: Any, name: str = "") -> None:

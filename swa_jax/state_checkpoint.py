@@ -19,16 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from swa_jax.config import DecoderConfig
-from swa_jax.decoding import DecodeState, Params
+from swa_jax.config import DecoderConfig, plain_config
+from swa_jax.decoding import DecodeState
 from swa_jax.files import open_new
 from swa_jax.json_fields import parse_object
 from swa_jax.modules import Decoder
+from swa_jax.prefilling import Params
+from swa_jax.prompts import token_ids
 from swa_jax.state_arrays import (
     compare,
     identity,
     key_kind,
-    plain_config,
     state_from_arrays,
     state_to_arrays,
 )
@@ -85,7 +86,7 @@ def save_state(
 
     Raises:
       ValueError: a step that is not above the last one, a state that is not of this model, another
-        number of token lists, or a directory with other things in it.
+        number of token lists, token ids out of range, or a directory with other things in it.
       OSError: it cannot be written.
     """
     config, cache = model.config, state.cache
@@ -102,7 +103,11 @@ def save_state(
     steps = _steps(directory)
     if steps and step <= steps[-1]:
         raise ValueError(f"step: expected more than {steps[-1]}, the last one, got {step}")
-    trees = {"params": _plain("params", params), "state": state_to_arrays(state, tokens)}
+    given = [
+        token_ids(model, f"tokens[{i}]", line).tolist() if len(line) else []
+        for i, line in enumerate(tokens)
+    ]
+    trees = {"params": _plain("params", params), "state": state_to_arrays(state, given)}
     header = identity(config, len(tokens), cache.slots, settings) | {
         "version": _VERSION,
         "config": json.loads(config.to_json()),
@@ -123,7 +128,7 @@ def save_state(
     with open_new(partial / _HEADER) as file:
         file.write(json.dumps({"header": header, "digest": _text_digest(header)}).encode())
     os.rename(partial, path)
-    for old in steps[: 1 - CHECKPOINTS_KEPT]:
+    for old in steps[: max(0, len(steps) + 1 - CHECKPOINTS_KEPT)]:
         path = directory / f"state_{old}"
         os.rename(path, _partial(path))  # in one step, as it came
         shutil.rmtree(_partial(path))
@@ -250,7 +255,10 @@ def _plain(name: str, tree: Any) -> Any:
         return {key: _plain(f"{name}.{key}", value) for key, value in tree.items()}
     if not isinstance(tree, jax.Array | np.ndarray):
         raise ValueError(f"{name}: expected an array or a dictionary, got {type(tree).__name__}")
-    return jnp.asarray(tree)
+    array = jnp.asarray(tree)
+    if array.dtype != tree.dtype:
+        raise ValueError(f"{name}: expected a dtype that JAX keeps, got {tree.dtype}")
+    return array
 
 
 def _abstract(shapes: Any) -> Any:

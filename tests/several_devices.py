@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,8 +28,10 @@ from small_models import (
 import swa_jax as swa
 from pallas_kernels import KVRows
 from swa_jax import decoding, placement
-from swa_jax.collectives import carrying_rows, find_collectives
 from swa_jax.parameter_sharding import parameter_shardings
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from collectives import carrying_rows, find_collectives
 
 WINDOW = 16
 ATTENTION = attention_config(WINDOW, swa.V41, num_heads=4, o_groups=4)
@@ -359,16 +362,28 @@ def generations() -> dict:
     want = run(None)
     where = sharding(2, 2)
     sampling = swa.Sampling.build(8, temperature=[0, 1] * 4)
-    drafted = swa.generate(
-        model,
-        place(config, where),
-        prompts,
-        max_new_tokens=9,
-        sampling=sampling,
-        draft_tokens=3,
-        drafter=swa.NGramDrafter(shortest=1),
-        sharding=where,
+    params = place(config, where)
+    drafted = [
+        swa.generate(
+            model,
+            params,
+            prompts,
+            max_new_tokens=9,
+            sampling=sampling,
+            draft_tokens=3,
+            drafter=drafter,
+            drafter_params=drafter_params,
+            sharding=where,
+        )
+        for drafter, drafter_params in (
+            (swa.NGramDrafter(shortest=1), None),
+            (swa.ModelDrafter(model), params),
+        )
+    ]
+    state = decoding.begin(
+        model, params, create(config, 8, where), prompts, max_new_tokens=9, sampling=sampling
     )
+    rings = swa.ModelDrafter(model).begin(model, params, prompts, state, draft_tokens=3)
     compiled = []
 
     def listen(event: str, duration: float, fun_name: str = "", **_: Any) -> None:
@@ -379,6 +394,7 @@ def generations() -> dict:
     got = run(where)
     return {
         "drafted": drafted,
+        "drafters_slots": [rings.memory.slots_per_device, rings.memory.copies],
         "tokens": [got[0], want[0]],
         "rolled_back": bool(np.array_equal(got[2][:, :2], got[1][:, 2:])),
         "blocks_equal": [
@@ -427,18 +443,24 @@ def second_caches() -> dict:
 
 
 def kernels() -> dict:
-    """Decode by the interpreter of the kernels, against XLA on one device; and for a GPU."""
+    """Prefill and decode by the kernels' interpreter, against XLA on one device; and for a GPU."""
     config = dataclasses.replace(ATTENTION, dtype="bfloat16")
     layer = swa.SlidingWindowAttention(config, implementation="interpret")
     params, x = layer_params(config), activations(config, 2, 1)
     where = sharding(2, 2)
     ids = placement.first_state_ids(where, 4, 2)
-    meta = swa.DecodeMetadata.build(ATTENTION.geometry, ids, positions([0, 0], 1))
+    meta = swa.DecodeMetadata.build(ATTENTION.geometry, ids, positions([20, 20], 1))
+    before = swa.PrefillMetadata.build(ATTENTION.geometry, ids, [0, 0], [20, 20], max_tokens=20)
+    prompt = activations(config, 2, 20, seed=1)
 
     def run(layer, where):
+        @quick_jit
+        def steps(cache):
+            _, rows = layer.apply(params, prompt, cache.layer(0), before)
+            return layer.apply(params, x, rows, meta)[0]
+
         cache = swa.RingCache.create(4, 1, ATTENTION.geometry, ATTENTION.fmt, where)
-        step = quick_jit(lambda cache: layer.apply(params, x, cache.layer(0), meta)[0])
-        return np.asarray(step(cache), np.float32)
+        return np.asarray(steps(cache), np.float32)
 
     want = run(swa.SlidingWindowAttention(config), None)
     cache = swa.RingCache.create(4, 1, config.geometry, config.fmt, where)

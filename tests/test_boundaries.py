@@ -118,7 +118,7 @@ def call_of_layer(call, dtype, implementation):
 
 @pytest.mark.parametrize("implementation", ["triton", "interpret"])
 @pytest.mark.parametrize(
-    ("call", "operation"), [("prefill", "prefill_attention"), ("decode", "indexed_attention")]
+    ("call", "operation"), [("prefill", "prefill_attention"), ("decode", "verify_attention")]
 )
 def test_a_layer_does_not_replace_a_kernel_that_cannot_do_it(call, operation, implementation):
     message = f"{operation}: implementation '{implementation}' multiplies bfloat16 queries only"

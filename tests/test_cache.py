@@ -350,7 +350,9 @@ def test_bytes_whose_header_does_not_fit_are_refused(change, message):
         ExportedSlot.from_bytes(write_safetensors(tensors, metadata | change))
 
 
-@pytest.mark.parametrize("entry", ["window", "capacity", "format", "next_position", "model"])
+@pytest.mark.parametrize(
+    "entry", ["window", "capacity", "format", "next_position", "model", "sha256"]
+)
 def test_bytes_without_an_entry_are_refused(entry):
     tensors, metadata = read_safetensors(filled().export_slot(0, 3).to_bytes())
     del metadata[entry]
@@ -365,6 +367,14 @@ def test_rows_of_another_model_of_the_same_shape_are_refused(saved, asked):
     assert ExportedSlot.from_bytes(data, model=saved).to_bytes() == exported.to_bytes()
     with pytest.raises(ValueError, match=f"expected rows of model '{asked}', got '{saved}'"):
         ExportedSlot.from_bytes(data, model=asked)
+
+
+def test_bytes_whose_rows_were_changed_are_refused():
+    tensors, metadata = read_safetensors(filled().export_slot(0, 3).to_bytes())
+    rows = np.array(tensors["rows"])
+    rows[0, 1, 2] ^= 1
+    with pytest.raises(ValueError, match="expected the rows of its header's sha256, got others"):
+        ExportedSlot.from_bytes(write_safetensors({"rows": rows}, metadata))
 
 
 def test_bytes_without_rows_are_refused():

@@ -342,7 +342,7 @@ def test_a_checkpoint_of_another_text_is_refused_before_anything_is_written(
         ((*TEXT, "--top-k", "3", *resume), "expected settings.top_k 3, got 0"),
         ((*TEXT, "--top-p", "0.5", *resume), "expected settings.top_p 0.5, got 1.0"),
         ((*TEXT, "--bytes", "161", *resume), "expected settings.bytes 161, got 160"),
-        ((*TEXT, "--weights", "other.safetensors", *resume), "expected settings.weights '"),
+        ((*TEXT, "--weights", "other.safetensors", *resume), "expected settings.model '"),
         ((*TEXT, "--weights", "bf16.safetensors", *resume), "format.name 'BF16', got 'V41'"),
         ((*TEXT, *resume[:2]), "expected no checkpoint yet, got one; --resume goes on"),
     ]

@@ -233,6 +233,7 @@ def test_a_save_that_fails_leaves_the_checkpoints_as_they_were(saved, tmp_path):
         ("step: expected an integer of 0 or more, got -1", (-1, model, {}, state, TOKENS)),
         ("state.cache: expected format ", (8, other, {}, state, TOKENS)),
         ("tokens: expected a list for each of 3 requests, got 2", (8, model, {}, state, [[], []])),
+        ("tokens\\[1\\]: expected token ids", (8, model, {}, state, [[], [-1], []])),
         (
             r"params\.head: expected an array or a dictionary, got list",
             (8, model, {"head": [1.0]}, state, TOKENS),

@@ -255,14 +255,16 @@ def test_bad_input_is_refused(store, call, message):
 
 def test_a_fingerprint_is_the_sha256_of_configuration_and_weights():
     params = {"params": {"b": np.float32([[1.5]]), "a": np.uint8([7])}}
-    digest = hashlib.sha256()
-    digest.update(
-        json.dumps(json.loads(CONFIG.to_json()), sort_keys=True, separators=(",", ":")).encode()
-    )
+    config = json.loads(CONFIG.to_json())
+    del config["attention"]["fmt"]["note"]
+    config["attention"] = {str(i): config["attention"] for i in range(CONFIG.num_layers)}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode())
     digest.update(b'\n["params.a","uint8",[1]]\n\x07["params.b","float32",[1,1]]\n\x00\x00\xc0\x3f')
     assert model_fingerprint(CONFIG, params) == digest.hexdigest()
     on_device = jax.tree.map(jnp.asarray, params)
     assert model_fingerprint(CONFIG, on_device) == digest.hexdigest()
+    each_layer = dataclasses.replace(CONFIG, attention=CONFIG.layers)
+    assert model_fingerprint(each_layer, params) == digest.hexdigest(), "the same model"
 
 
 def test_any_other_weight_dtype_name_or_setting_is_another_model():

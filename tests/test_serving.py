@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import attention_config, decoder_config, decoder_params
+from small_models import attention_config, decoder_config, decoder_params, largest_error
 
 import swa_jax as swa
 from swa_jax import admission, decoding, prefilling, serving
@@ -207,10 +207,13 @@ def test_scores_are_those_of_a_recompute_without_a_cache(first_run):
         sequence = [*REQUESTS[name].prompt, *result.tokens]
         sequences[name, : len(sequence)] = sequence
     whole = np.asarray(whole_sequence_logits(MODEL, PARAMS, sequences))
-    for name in first_run[0].results:
-        for position, scores in chosen_from(first_run[0], name).items():
-            want = whole[name, position - 1]
-            np.testing.assert_allclose(scores, want, atol=3e-2 * np.abs(want).max())
+    errors = [
+        largest_error(scores, whole[name, position - 1])
+        for name in first_run[0].results
+        for position, scores in chosen_from(first_run[0], name).items()
+    ]
+    assert max(errors) < 3e-2
+    assert np.median(errors) < 1e-3
 
 
 def test_tokens_are_chosen_by_the_settings_of_their_own_request(first_run):
@@ -429,8 +432,13 @@ def test_the_cache_stays_where_it_is():
         ({"stop_tokens": [50]}, r"stop_tokens: expected token ids from 0 to 49, got \[50\]"),
         (
             {"sampling": swa.Sampling.build(2)},
-            r"sampling.temperature: expected shape \(1\), got \(2,\)",
+            r"sampling.temperature: expected float32\(1,\), got float32\(2,\)",
         ),
+        (
+            {"sampling": swa.Sampling.build(1, keys=jax.random.key(0, impl="rbg")[None])},
+            r"sampling.keys: expected key<fry>\(1,\), got key<rbg>\(1,\)",
+        ),
+        ({"sampling": {"temperature": 1}}, "sampling: expected a Sampling, got dict"),
     ],
 )
 def test_a_bad_request_is_refused_and_leaves_no_trace(fields, message):
@@ -439,6 +447,25 @@ def test_a_bad_request_is_refused_and_leaves_no_trace(fields, message):
         server.submit(Request(**{"prompt": [1], "max_new_tokens": 4} | fields))
     assert server.pending == 0
     assert server.step() == []
+
+
+def test_a_step_that_was_interrupted_is_not_gone_on_from(monkeypatch):
+    server = Server(MODEL, PARAMS, **OPTIONS)
+    server.submit(Request([1] * (2 * CHUNK), 4))
+    server.step()
+    call = serving.prefill_chunk
+
+    def interrupted(*arguments):
+        call(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving, "prefill_chunk", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        server.step()
+    monkeypatch.setattr(serving, "prefill_chunk", call)
+    with pytest.raises(ValueError, match="step: expected a server whose last step ended"):
+        server.step()
+    assert [result.finish for result in server.cancel()] == ["cancelled"]
 
 
 @pytest.mark.parametrize(

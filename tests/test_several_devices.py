@@ -15,11 +15,11 @@ from small_models import attention_config, decoder_config, decoder_params, layer
 
 import swa_jax as swa
 from pallas_kernels import KVRows
-from swa_jax.collectives import Collective, carrying_rows, find_collectives
 from swa_jax.placement import first_state_ids, place_requests
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import sharded_decode
+from collectives import Collective, carrying_rows, find_collectives
 
 pytestmark = pytest.mark.quick_compilation
 
@@ -249,7 +249,8 @@ def test_generated_tokens_are_those_of_one_device(slow):
 
 @pytest.mark.slow
 def test_tokens_with_drafts_are_those_of_one_device_without(slow):
-    assert slow["generations"]["drafted"] == slow["generations"]["tokens"][1]
+    assert slow["generations"]["drafted"] == [slow["generations"]["tokens"][1]] * 2
+    assert slow["generations"]["drafters_slots"] == [4, 2], "a drafter's rings lie as the model's"
 
 
 @pytest.mark.slow

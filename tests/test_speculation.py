@@ -177,18 +177,31 @@ def test_tokens_are_those_of_plain_decoding_whatever_is_drafted(sampling, draft_
         started(sampling), ScriptedDrafter(), script(sampling, right), draft_tokens, poison=True
     )
     assert_plain_tokens(run.tokens, sampling)
-    # A step chooses a token beside the accepted drafts; a stop token is one that is not returned.
+    assert run.tokens == plain_tokens(sampling), "no ties with these seeds"
     stopped = [len(tokens) < limit for tokens, limit in zip(run.tokens, LIMITS, strict=True)]
     assert sum(stopped) in (2, 3)
-    chosen = np.array([len(tokens) - 1 for tokens in run.tokens]) + stopped
-    np.testing.assert_array_equal(run.counts.steps + run.counts.accepted, chosen)
-    if right == 0:
-        assert run.counts.accepted.sum() == 0
-        np.testing.assert_array_equal(run.counts.steps, chosen)
-    elif run.tokens == plain_tokens(sampling) and right == 1:
-        np.testing.assert_array_equal(run.counts.steps, -(-chosen // (draft_tokens + 1)))
-    else:
-        assert len(set(run.counts.accepted / run.counts.steps)) == BATCH, "each its own count"
+    for i in range(BATCH):
+        told = script(sampling, right)[i, LENGTHS[i] + 1 :]
+        # A stop token is chosen, but neither returned nor in the script.
+        chosen = [*plain_tokens(sampling)[i][1:], *[-2] * stopped[i]]
+        want = verified(chosen, told[: len(chosen)], draft_tokens)
+        counts = (run.counts.steps, run.counts.drafted, run.counts.accepted)
+        assert tuple(int(count[i]) for count in counts)[::2] == want[::2]
+        if not stopped[i]:
+            assert int(run.counts.drafted[i]) == want[1]
+
+
+def verified(chosen: list[int], told: np.ndarray, draft_tokens: int) -> tuple[int, int, int]:
+    """Steps, drafts and accepted drafts of a request, in plain Python."""
+    place = steps = drafted = accepted = 0
+    while place < len(chosen):
+        drafts = told[place : min(place + draft_tokens, len(chosen) - 1)].tolist()
+        right = 0
+        while right < len(drafts) and drafts[right] == chosen[place + right]:
+            right += 1
+        steps, drafted, accepted = steps + 1, drafted + len(drafts), accepted + right
+        place += right + 1
+    return steps, drafted, accepted
 
 
 @pytest.mark.slow
@@ -445,6 +458,26 @@ def test_a_drafter_that_does_not_fit_is_refused():
         generate(ModelDrafter(swa.Decoder(narrow)), decoder_params(narrow))
     with pytest.raises(ValueError, match="draft_tokens: expected 1 or more with a drafter, got 0"):
         generate(NGramDrafter(), draft_tokens=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapelessDrafter(ScriptedDrafter):
+    """Drafts of one request for all of them."""
+
+    def propose(self, params, memory, state, *, draft_tokens):
+        drafts, memory = super().propose(params, memory, state, draft_tokens=draft_tokens)
+        return drafts[:1], memory
+
+
+def test_drafts_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"the drafter's drafts: expected shape \(3, 2\)"):
+        speculate(started(), ShapelessDrafter(), script("greedy", 1.0), 2)
+    with pytest.raises(ValueError, match="drafter_params: expected the variables"):
+        swa.generate(
+            MODEL, PARAMS, PROMPTS, max_new_tokens=3, draft_tokens=2, drafter=ModelDrafter(MODEL)
+        )
+    with pytest.raises(ValueError, match="model: expected a Decoder, got DecoderConfig"):
+        ModelDrafter(CONFIG)
 
 
 @pytest.mark.parametrize(
