@@ -216,17 +216,17 @@ def test_replay_stores_no_row_for_padding():
 
 
 def test_requests_go_on_from_rows_that_are_in_the_cache_already(greedy):
-    slots = np.array([2, 0], np.int32)
-    cache, last = decoding.prefill(MODEL, PARAMS, empty_cache(), slots, PROMPTS[:2], chunk=CHUNK)
-    lengths = np.array([len(prompt) for prompt in PROMPTS[:2]])
-    arguments = {"oldest": [0, 0], "max_new_tokens": 9, "sampling": swa.Sampling.build(2)}
-    for ids, message in ([1, 3], "state_ids: expected 0 to 2"), ([1, 1], "expected distinct"):
+    slots = np.array([2, 0, 1], np.int32)
+    cache, last = decoding.prefill(MODEL, PARAMS, empty_cache(), slots, PROMPTS, chunk=CHUNK)
+    lengths = np.array([len(prompt) for prompt in PROMPTS])
+    arguments = {"oldest": [0] * BATCH, "max_new_tokens": 9, "sampling": SETTINGS["greedy"]()}
+    for ids, message in ([0, 1, 3], "state_ids: expected 0 to 2"), ([1, 1, 0], "expected distinct"):
         with pytest.raises(ValueError, match=message):
             decoding.begin_prefilled(MODEL, PARAMS, cache, last, ids, lengths, **arguments)
     state = decoding.begin_prefilled(MODEL, PARAMS, cache, last, slots, lengths, **arguments)
     tokens = [[int(token)] for token in state.tokens]
     state, block = decode(state)
-    for i in range(2):
+    for i in range(BATCH):
         got = tokens[i] + block[i].tolist()
         assert_same_up_to_ties(got, greedy[i][:9], PROMPTS[i], swa.Sampling.build(1))
 

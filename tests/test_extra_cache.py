@@ -452,6 +452,7 @@ def test_scanned_layers_take_no_hooks():
         model.init(jax.random.key(0), TOKEN_IDS)
 
 
+@pytest.mark.slow
 def test_a_decoder_loop_runs_with_hooks_that_hand_a_value_from_layer_to_layer():
     config, params = mixed_decoder()
     rows, _ = compressed(swa.V41_FP4)

@@ -229,10 +229,11 @@ def both(rows, arguments, slots, **options):
     ("fmt", "pairing", "hadamard"),
     [
         *[(F32, pairing, had) for pairing in transforms.PAIRINGS for had in (False, True)],
+        *[(fmt, "interleaved", False) for fmt in (V41, V41.with_width(64), V4, BF16, V41_FP4)],
+        (V41, "half_split", True),
         *[
-            (fmt, *choice)
-            for fmt in (V41, V41.with_width(64), V4, BF16, V41_FP4)
-            for choice in (("interleaved", False), ("half_split", True))
+            pytest.param(fmt, "half_split", True, marks=pytest.mark.slow)
+            for fmt in (V41.with_width(64), V4, BF16, V41_FP4)
         ],
     ],
     ids=format_id,

@@ -302,6 +302,7 @@ def interrupted(run, tmp_path, capsys, monkeypatch) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_a_text_that_goes_on_from_a_checkpoint_is_the_text_of_an_undisturbed_run(
     run, interrupted, tmp_path
 ):

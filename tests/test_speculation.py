@@ -170,13 +170,11 @@ def assert_plain_tokens(got, sampling: str) -> None:
 
 
 @pytest.mark.parametrize("sampling", SETTINGS)
-@pytest.mark.parametrize("draft_tokens", [2, 6])
 @pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
-def test_tokens_are_those_of_plain_decoding_whatever_is_drafted(sampling, draft_tokens, right):
+def test_tokens_are_those_of_plain_decoding_whatever_is_drafted(sampling, right):
     run = speculate(
-        started(sampling), ScriptedDrafter(), script(sampling, right), draft_tokens, poison=True
+        started(sampling), ScriptedDrafter(), script(sampling, right), ROOM, poison=True
     )
-    assert_plain_tokens(run.tokens, sampling)
     assert run.tokens == plain_tokens(sampling), "no ties with these seeds"
     stopped = [len(tokens) < limit for tokens, limit in zip(run.tokens, LIMITS, strict=True)]
     assert sum(stopped) in (2, 3)
@@ -184,7 +182,7 @@ def test_tokens_are_those_of_plain_decoding_whatever_is_drafted(sampling, draft_
         told = script(sampling, right)[i, LENGTHS[i] + 1 :]
         # A stop token is chosen, but neither returned nor in the script.
         chosen = [*plain_tokens(sampling)[i][1:], *[-2] * stopped[i]]
-        want = verified(chosen, told[: len(chosen)], draft_tokens)
+        want = verified(chosen, told[: len(chosen)], ROOM)
         counts = (run.counts.steps, run.counts.drafted, run.counts.accepted)
         assert tuple(int(count[i]) for count in counts)[::2] == want[::2]
         if not stopped[i]:
@@ -205,7 +203,7 @@ def verified(chosen: list[int], told: np.ndarray, draft_tokens: int) -> tuple[in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft_tokens", [1, 3, 4, 5])
+@pytest.mark.parametrize("draft_tokens", [1, 2, 3, 4, 5])
 def test_tokens_are_those_of_plain_decoding_with_any_number_of_drafts(draft_tokens):
     told = script("sampled", 0.7, seed=draft_tokens)
     run = speculate(started("sampled"), ScriptedDrafter(), told, draft_tokens, poison=True)
