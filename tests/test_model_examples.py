@@ -96,18 +96,6 @@ def test_a_models_tokens_are_the_decoders_and_one_compiled_step_serves_every_pos
     assert output.err.splitlines() == [f"{name}: {verdict}" for name in names]
 
 
-@pytest.mark.slow
-def test_nnx_models_continue_the_default_prompt_on_the_shipped_weights(capsys):
-    module, names = MODELS["nnx_model.py"]
-    assert module.main(["--bytes", "20"]) == 0
-    decoder, variables = generate.load_model(generate.WEIGHTS)
-    tokens = expected_tokens(decoder, variables, generate.PROMPT, 20, 0)
-    output = capsys.readouterr()
-    assert output.out == generate.PROMPT + bytes(tokens).decode() + "\n"
-    verdict = "20 tokens equal those of swa.generate"
-    assert output.err.splitlines() == [f"{name}: {verdict}" for name in names]
-
-
 def test_a_model_that_differs_is_exit_status_one(weights, monkeypatch, capsys):
     monkeypatch.setattr(swa, "generate", lambda *arguments, **options: [[256]])
     monkeypatch.setattr(linen_model, "continue_tokens", lambda *arguments, **options: [65])
