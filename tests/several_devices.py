@@ -423,10 +423,13 @@ def second_caches() -> dict:
     def run(cache, extra):
         return layer.apply(params, x, cache.layer(0), meta, extra=extra)[0]
 
-    def outputs(where, extra_rows):
+    def outputs(where, extra_rows, indices=indices):
         cache = swa.RingCache.create(8, 1, config.geometry, config.fmt, where)
         return np.asarray(run(cache, swa.ExtraKV(extra_rows, indices, lengths)))
 
+    # the second request, two queries of each, names a row of the first one's device
+    others = indices.copy()
+    others[2:4, 1] = indices[0, 1]
     want = outputs(None, rows)
     split = jax.device_put(rows.data, where)
     split = dataclasses.replace(rows, data=split, sharding=where)
@@ -439,6 +442,7 @@ def second_caches() -> dict:
         "whole": largest_error(outputs(where, rows), want),
         "split": largest_error(outputs(where, split), want),
         "message": message,
+        "of_others": np.isnan(outputs(where, split, others)).all(axis=(1, 2)).tolist(),
     }
 
 

@@ -395,3 +395,11 @@ def test_bad_command_lines_are_one_line_and_exit_status_two(
     assert output.err.startswith("beam_search.py: error: ")
     assert output.err.count("\n") == 1
     assert message in output.err
+
+
+@pytest.mark.parametrize("alpha", [-1, float("nan"), float("inf"), 200.0, 1e4])
+def test_a_power_of_the_length_that_is_no_number_is_refused(alpha):
+    with pytest.raises(ValueError, match="alpha: expected "):
+        beam_search(MODEL, PARAMS[0], PROMPTS[0], beams=2, max_new_tokens=LIMIT, alpha=alpha)
+    with pytest.raises(ValueError, match="alpha: expected "):
+        best_of(MODEL, PARAMS[0], PROMPTS[0], samples=2, max_new_tokens=LIMIT, alpha=alpha)

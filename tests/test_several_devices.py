@@ -272,6 +272,11 @@ def test_a_second_cache_lies_whole_on_every_device_or_is_split_as_the_ring(slow,
 
 
 @pytest.mark.slow
+def test_a_request_that_names_compressed_rows_of_another_device_gets_nan(slow):
+    assert slow["second_caches"]["of_others"] == [False, True, False, False]
+
+
+@pytest.mark.slow
 def test_a_second_cache_that_is_split_otherwise_is_refused(slow):
     message = "extra: a compressed cache has the sharding of the ring"
     assert slow["second_caches"]["message"].startswith(message)
