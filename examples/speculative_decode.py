@@ -22,8 +22,9 @@ from generate import PROMPT, WEIGHTS, load_model
 from tqdm import tqdm
 
 import swa_jax as swa
-from swa_jax.decoding import DecodeState, begin, decode_block
+from swa_jax.decoding import DecodeState, begin
 from swa_jax.drafting import Drafter, ModelDrafter, NGramDrafter
+from swa_jax.generation import go_on
 from swa_jax.speculation import check_draft_tokens, speculate_block
 
 STEPS = 32  # plain steps between two words to the host; verify steps by as many tokens
@@ -100,10 +101,8 @@ class Text:
         state = self.begin()
         found = Timed([int(state.tokens[0])])
         started = time.perf_counter()
-        while int(state.remaining[0]) > 0:
-            state, tokens = decode_block(self.model, self.variables, state, STEPS)
-            new = np.asarray(tokens)[0]
-            found.tokens += new[new >= 0].tolist()
+        for _, (new,) in go_on(self.model, self.variables, state, block_steps=STEPS):
+            found.tokens += new
             found.steps += STEPS
         found.seconds = time.perf_counter() - started
         return found

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from swa_jax.cache import RingCache
-from swa_jax.decoding import DecodeState
+from swa_jax.decoding import DecodeState, first_choice
 from swa_jax.modules import Decoder
 from swa_jax.prefilling import Params
-from swa_jax.sampling import Sampling, sample
+from swa_jax.sampling import Sampling
 
 
 def idle_state(cache: RingCache, max_stop_tokens: int) -> DecodeState:
@@ -52,7 +52,7 @@ def admit(
       model: the decoder.
       params: its variables.
       state: the pool, in which entry b is of state slot b.
-      last: [n, hidden], hidden states of the prompts' last tokens.
+      last: floating[n, hidden], of the prompts' last tokens.
       slots: int32[n], the state slots that hold the prompts' rows; -1 for no request.
       lengths: int32[n], tokens of the prompts.
       limits: int32[n], tokens to choose, 1 or more.
@@ -64,8 +64,7 @@ def admit(
     """
     settings = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *sampling)
     logits: Any = model.apply(params, last, method="logits")
-    token = sample(logits, lengths, settings)
-    stops = jnp.any(token[:, None] == stop_tokens, axis=1)
+    token, stops = first_choice(logits, lengths, stop_tokens, settings)
     # a negative index would count from the end: what is not to be written goes beyond it
     beyond = state.state_ids.shape[0] + jnp.arange(slots.shape[0], dtype=jnp.int32)
     place = jnp.where(slots >= 0, slots, beyond)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, ArrayLike, Float, Float32, Int32
+from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int32
 
 from pallas_kernels import checks
 from pallas_kernels.serialization import register_serialization
@@ -180,18 +180,20 @@ def begin(
       stop_tokens: token ids that end a request.
       chunk: as in `prefill`.
 
+    Returns:
+      The requests, each at the position after its prompt, int32[B] each.
+
     Raises:
       ValueError: as `prefill`, or too few slots, a limit below 1, settings of another number of
         requests, or a stop token out of range.
     """
     batch = len(prompts)
-    if batch > cache.slots:
-        raise ValueError(f"cache: expected at least {batch} state slots, got {cache.slots}")
-    requests = _settings(model, batch, max_new_tokens, sampling, stop_tokens)
     state_ids = first_state_ids(cache.sharding, cache.slots, batch)
+    limits, stops = _settings(model, batch, max_new_tokens, sampling, stop_tokens)
     cache, last = prefill(model, params, cache, state_ids, prompts, chunk=chunk)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    return _begin(model, params, cache, last, state_ids, lengths, np.zeros_like(lengths), *requests)
+    oldest = np.zeros_like(lengths)
+    return _begin(model, params, cache, last, state_ids, lengths, oldest, limits, stops, sampling)
 
 
 def begin_prefilled(
@@ -213,7 +215,7 @@ def begin_prefilled(
       model: the decoder.
       params: its variables.
       cache: the rings; donated.
-      last: [B, hidden], hidden states of the prompts' last tokens, as `prefill` returns them.
+      last: floating[B, hidden], of the prompts' last tokens, as `prefill` returns it.
       state_ids: integers[B], distinct state slots that hold the prompts' rows.
       lengths: integers[B], tokens of the prompts.
       oldest: integers[B], the lowest position whose row each slot was given: 0 after a prefill,
@@ -221,6 +223,9 @@ def begin_prefilled(
       max_new_tokens: as in `begin`, and so are the others.
       sampling: how tokens are chosen.
       stop_tokens: token ids that end a request.
+
+    Returns:
+      As `begin`.
 
     Raises:
       ValueError: as `begin`, or a wrong shape, a state slot out of range or given twice.
@@ -235,8 +240,8 @@ def begin_prefilled(
     if len(np.unique(ids)) < batch:
         raise ValueError(f"state_ids: expected distinct state slots, got {ids.tolist()}")
     check_places(cache.sharding, cache.slots, ids)
-    requests = _settings(model, batch, max_new_tokens, sampling, stop_tokens)
-    return _begin(model, params, cache, last, state_ids, lengths, oldest, *requests)
+    limits, stops = _settings(model, batch, max_new_tokens, sampling, stop_tokens)
+    return _begin(model, params, cache, last, state_ids, lengths, oldest, limits, stops, sampling)
 
 
 def rollback(state: DecodeState, positions: ArrayLike, tokens: ArrayLike) -> DecodeState:
@@ -278,6 +283,27 @@ def rollback(state: DecodeState, positions: ArrayLike, tokens: ArrayLike) -> Dec
     return dataclasses.replace(state, positions=positions, tokens=tokens, remaining=remaining)
 
 
+def first_choice(
+    scores: Float32[Array, "b vocab"],
+    lengths: Int32[Array, " b"],
+    stop_tokens: Int32[Array, "b n"],
+    sampling: Sampling,
+) -> tuple[Int32[Array, " b"], Bool[Array, " b"]]:
+    """The token after each prompt, and whether it ends the request.
+
+    Args:
+      scores: float32[B, vocab], after the prompts' last tokens.
+      lengths: int32[B], tokens of the prompts.
+      stop_tokens: int32[B, n]; -1 for none.
+      sampling: how tokens are chosen.
+
+    Returns:
+      int32[B] and bool[B].
+    """
+    token = sample(scores, lengths, sampling)
+    return token, jnp.any(token[:, None] == stop_tokens, axis=1)
+
+
 def settled(state: DecodeState) -> DecodeState:
     """The state as the next block expects it: all but the rings whole on every device."""
     cache = state.cache
@@ -287,19 +313,18 @@ def settled(state: DecodeState) -> DecodeState:
 
 
 def _settings(model, batch, max_new_tokens, sampling, stop_tokens):
-    """Limits, stop tokens [B, n] and sampling of B requests, checked."""
+    """Limits [B] and stop tokens [B, n] of B requests, all settings checked."""
     limits = token_limits(max_new_tokens, batch)
     checks.check_shape("sampling.temperature", sampling.temperature, (batch,))
     ends = token_ids(model, "stop_tokens", stop_tokens) if len(stop_tokens) else ()
     stops = np.broadcast_to(np.asarray([-1, *ends], np.int32), (batch, 1 + len(ends)))
-    return limits, stops, sampling
+    return limits, stops
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
 def _begin(model, params, cache, last, state_ids, lengths, oldest, limits, stop_tokens, sampling):
     scores = gather_scores(model.apply(params, last, method="logits"), cache.sharding)
-    token = sample(scores, lengths, sampling)
-    stops = jnp.any(token[:, None] == stop_tokens, axis=1)
+    token, stops = first_choice(scores, lengths, stop_tokens, sampling)
     state = DecodeState(
         cache=cache,
         state_ids=state_ids,

@@ -37,7 +37,7 @@ def prefill_chunk(
       model: the decoder.
       params: its variables.
       cache: the rings.
-      last: [B, hidden], hidden states of each request's last token so far.
+      last: floating[B, hidden], of each request's last token so far.
       state_ids: int32[B].
       tokens: int32[B, T].
       starts: int32[B], positions of the first tokens.
@@ -76,7 +76,7 @@ def prefill(
         next power of two for shorter prompts.
 
     Returns:
-      The new cache, and the hidden states of each prompt's last token.
+      The new cache, and the hidden states of the prompts' last tokens, floating[B, hidden].
 
     Raises:
       ValueError: no prompt, an empty one, or token ids out of range.

@@ -17,7 +17,7 @@ from swa_jax.modules import Decoder
 from swa_jax.placement import replicate
 from swa_jax.prefilling import Params
 from swa_jax.ring import RingGeometry
-from swa_jax.sampling import sample
+from swa_jax.sampling import Sampling, sample
 
 
 @register_serialization
@@ -82,12 +82,15 @@ def speculate_block(
     """
     check_draft_tokens(state.cache.geometry, draft_tokens)
 
+    # The settings of each position's token: once a block and not in every step.
+    every = jax.tree.map(lambda leaf: jnp.repeat(leaf, draft_tokens + 1, axis=0), state.sampling)
+
     def step(carry, _):
         state, memory = carry
         drafts, memory = drafter.propose(drafter_params, memory, state, draft_tokens=draft_tokens)
         drafts = checks.as_int32("the drafter's drafts", drafts)
         checks.check_shape("the drafter's drafts", drafts, (state.tokens.shape[0], draft_tokens))
-        new, tokens, accepted, drafted = _verify(model, params, state, drafts)
+        new, tokens, accepted, drafted = _verify(model, params, state, drafts, every)
         counts = jnp.sum(tokens >= 0, axis=1, dtype=jnp.int32)
         memory = drafter.accept(memory, state, tokens, counts)
         live = (state.remaining > 0).astype(jnp.int32)
@@ -117,7 +120,7 @@ def check_draft_tokens(geometry: RingGeometry, draft_tokens: int) -> None:
         )
 
 
-def _verify(model, params, state: DecodeState, drafts):
+def _verify(model, params, state: DecodeState, drafts, every: Sampling):
     """One step: new state, tokens int32[B, k + 1] (-1: none), accepted and drafted int32[B]."""
     batch, width = drafts.shape[0], drafts.shape[1] + 1
     live = state.remaining > 0
@@ -130,7 +133,6 @@ def _verify(model, params, state: DecodeState, drafts):
     tokens = jnp.concatenate([state.tokens[:, None], drafts], axis=1)
     logits, cache = decode_step(model, params, state.cache, state.state_ids, tokens, places)
     following = state.positions[:, None] + 1 + column
-    every = jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=0), state.sampling)
     chosen = sample(logits.reshape(batch * width, -1), following.reshape(-1), every)
     chosen = chosen.reshape(batch, width)
     right = (chosen[:, :-1] == drafts) & (column[:, :-1] < drafted[:, None])
