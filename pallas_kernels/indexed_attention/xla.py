@@ -66,12 +66,12 @@ def _read(
 ) -> tuple[Float32[Array, "n k d"], Bool[Array, "n k 1"]]:
     """The decoded rows, zeros where there is none, and which indices name a row."""
     valid = is_valid_index(rows, indices)
-    data = gather_rows(rows, jnp.where(valid, indices, 0))
-    # Selected as bytes, before they are numbers: a NaN in a row that is not asked for never exists.
-    decoded = dequantize_rows(jnp.where(valid[..., None], data, jnp.uint8(0)), rows.fmt)
+    decoded = dequantize_rows(gather_rows(rows, jnp.where(valid, indices, 0)), rows.fmt)
     if rows.fmt.raw_dtype == "float32":  # the other formats are exact in bfloat16
         decoded = round_to(decoded, compute_dtype)
-    return decoded, valid[..., None]
+    # Numbers are selected and not bytes, which CPUs select one at a time. Row 0 stands in for none:
+    # a NaN in it goes no further.
+    return jnp.where(valid[..., None], decoded, jnp.float32(0)), valid[..., None]
 
 
 def _within_length(indices, lengths):
