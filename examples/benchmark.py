@@ -1,257 +1,150 @@
-r"""Times fused store and indexed attention, and checks what only a GPU can show.
+r"""Times the library beside what others would do, and checks what only a GPU can show.
 
-python examples/benchmark.py
+python examples/benchmark.py                              # every suite, some twenty minutes
+python examples/benchmark.py --suite read,step --out new.jsonl --compare old.jsonl
 python examples/benchmark.py --device-check --out check.json
-python examples/benchmark.py --tiny --device-check     # rehearses it on a CPU
+python examples/benchmark.py --tiny                       # rehearses it: no figure means anything
 """
 
 import argparse
+import importlib
 import importlib.util
-import os
-import re
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
-from benchmark_process import Stage, Worker, failed, new_stage, skipped
-from benchmark_report import Report, markdown, plot
-from command_line import Parser
+import benchmark_lines
+import device_check
+from benchmark_clock import Case, Figure, machine_limits, measure
+from benchmark_settings import Settings, make_settings
+from command_line import Parser, print_error
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[1]
-WORKER = [sys.executable, str(Path(__file__).with_name("benchmark_worker.py"))]
-CHECKS = ("cast", "store", "attention", "donation", "invariance")
-FIGURES = (".png", ".svg", ".pdf")
-TESTS_SECONDS = 120.0
+SUITES = {
+    "codec": "benchmark_operations",
+    "store": "benchmark_operations",
+    "read": "benchmark_operations",
+    "step": "benchmark_operations",
+}
+"""The module of each suite; the suite is a function of the same name."""
 
 
-# --- the tests
-
-
-def run_tests(tiny: bool, seconds: float) -> Stage:
-    """The tests that are marked for a GPU, in a process of their own.
+def run_suites(
+    names: Iterable[str], settings: Settings, rounds: int, sample_us: float, quiet: bool
+) -> Iterator[dict]:
+    """The lines of suites, as they are measured.
 
     Args:
-      tiny: on the CPU, where a few are collected and skipped.
-      seconds: after which they are ended.
-
-    Returns:
-      The stage: numbers by outcome, and the end of the output if something went wrong.
+      names: of suites.
+      settings: what they are told.
+      rounds: samples of each program.
+      sample_us: how long a sample takes at least.
+      quiet: no progress.
     """
-    tests = ROOT / "tests"
-    if not (tests / "conftest.py").exists():
-        return skipped(f"the tests are not here: expected them in {tests}, as in a checkout")
-    if importlib.util.find_spec("pytest") is None:
-        return skipped("pytest is not installed: pip install -e '.[test]'")
-    workers = 0 if tiny else min(4, (os.cpu_count() or 1) // 4)  # most of a test is compilation
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", f"-n{workers}", "-q"]
-    command += ["-p", "no:cacheprovider", *(["tests/test_gpu.py"] if tiny else ["--gpu"])]
-    stage = new_stage()
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        environment = worker_environment(tiny) | {
-            "HYPOTHESIS_STORAGE_DIRECTORY": folder,
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        with subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process:
-            try:
-                output, _ = process.communicate(timeout=max(seconds, 1))
-            except subprocess.TimeoutExpired:
-                stage |= failed(f"ended after {seconds:.0f} s")
-                output = _interrupt(process)
-    stage["seconds"] = round(time.monotonic() - started, 2)
-    counts = test_counts(output)
-    stage["results"] = {"command": " ".join(["pytest", *command[3:]]), **counts}
-    if process.returncode == 0:
-        ran = tiny or counts.get("passed", 0) > 0
-        stage["checks"].append({"name": "tests ran and passed", "ok": ran})
-    else:
-        problems = _test_problems(output, process.returncode)
-        stage["checks"].append({"name": "tests passed", "ok": False, "error": problems})
-    if stage["status"] == "ok" and not all(check["ok"] for check in stage["checks"]):
-        stage["status"] = "failed"
-    if stage["status"] != "ok":
-        stage["results"]["output"] = output[-8000:]
-    return stage
-
-
-def _interrupt(process: subprocess.Popen) -> str:
-    """Ends pytest as a key does, so that it says what it found so far; all its output."""
-    process.send_signal(signal.SIGINT)
-    try:
-        return process.communicate(timeout=10)[0]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.communicate()[0]
-
-
-def test_counts(output: str) -> dict[str, int]:
-    """Numbers by outcome in pytest's last line."""
-    lines = re.findall(r"^=*\s*((?:\d+ \w+(?:, )?)+) in [\d.]+s", output, re.MULTILINE)
-    if not lines:
-        return {}
-    return {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", lines[-1])}
-
-
-def _test_problems(output: str, status: int) -> str:
-    named = re.findall(r"^(?:FAILED|ERROR) .*", output, re.MULTILINE)
-    return f"pytest ended with status {status}: " + (" | ".join(named)[:3000] or output[-500:])
-
-
-# --- all stages
-
-
-def worker_environment(tiny: bool) -> dict[str, str]:
-    """The environment of what runs beside this process."""
-    environment = dict(os.environ)
-    platforms = environment.get("JAX_PLATFORMS", "")
-    if tiny:
-        environment["JAX_PLATFORMS"] = "cpu"
-    elif "cuda" in platforms and "cpu" not in platforms:
-        environment["JAX_PLATFORMS"] = f"{platforms},cpu"  # the checks compare the card with it
-    # The tests share the card with the checks: neither may take most of its memory in advance.
-    environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    environment["TF_CPP_MIN_LOG_LEVEL"] = environment.get("TF_CPP_MIN_LOG_LEVEL", "2")
-    return environment
-
-
-def run_stages(options: argparse.Namespace, report: Report) -> None:
-    """Runs the stages one after the other, and the tests beside those that time nothing.
-
-    Raises:
-      ValueError: a device check without a GPU, or no device at all.
-    """
-    end = report.started + options.budget
-    worker = Worker(WORKER, worker_environment(options.tiny))
-    names = ["device", *(CHECKS if options.device_check else ()), "timing"]
-    total = len(names) + options.device_check
-    bar = tqdm(total=total, unit="stage", file=sys.stderr, disable=options.quiet, leave=False)
-    pool = ThreadPoolExecutor(1)
-    tests: Future[Stage] | None = None
-    try:
+    limits = machine_limits(settings.tiny)
+    with tqdm(unit="case", file=sys.stderr, disable=quiet, leave=False) as bar:
         for name in names:
-            if name == "timing" and tests is not None:
-                bar.set_description("tests")
-                report.put("tests", tests.result())
-                bar.update()
             bar.set_description(name)
-            left = end - time.monotonic()
-            if left <= 0:
-                report.put(name, failed(f"no time was left of {options.budget:g} s"))
-                bar.update()
-                continue
-
-            def on_change(stage: Stage, progress: str | None, name: str = name) -> None:
-                report.contents["stages"][name] = stage
-                if progress:
-                    bar.set_description(f"{name}: {progress}")
+            suite: Callable[[Settings], Iterator[Case | Figure]]
+            suite = getattr(importlib.import_module(SUITES[name]), name)
+            for found in suite(settings):
+                bar.set_description(f"{name}, {found.name}")
+                if isinstance(found, Figure):
+                    yield benchmark_lines.figure_line(found)
                 else:
-                    report.write()
-
-            stage = worker.run(name, {"tiny": options.tiny}, left, on_change)
-            report.put(name, stage)
-            bar.update()
-            if name == "device":
-                _check_device(options, stage)
-                if options.device_check:
-                    limit = min(TESTS_SECONDS, end - time.monotonic())
-                    tests = pool.submit(run_tests, options.tiny, limit)
-    finally:
-        worker.close(kill=True)
-        pool.shutdown(wait=False, cancel_futures=True)
-        bar.close()
-
-
-def _check_device(options: argparse.Namespace, stage: Stage) -> None:
-    platform = stage["results"].get("platform")
-    if platform is None:
-        raise ValueError(f"device: {stage.get('error', 'JAX found none')}")
-    if options.device_check and not options.tiny and platform != "gpu":
-        raise ValueError(
-            f"--device-check: expected an NVIDIA GPU, JAX found {platform}; with --tiny it "
-            f"rehearses on the CPU"
-        )
-    if platform != "gpu" and not options.tiny:
-        print("benchmark.py: no GPU, so only the XLA implementation is timed", file=sys.stderr)
-
-
-# --- the command line
+                    yield from measure(found, limits, rounds, sample_us)
+                bar.update()
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(
         prog="benchmark.py",
-        description="Times fused store and indexed attention beside XLA, on whatever device JAX "
-        "finds. Prints a Markdown table.",
-        epilog="Exit status: 0; 1 if a check failed or a stage went wrong; 2 for a bad argument.",
+        description="Times codec, store, read, decode step, layer, prefill, loops and memory "
+        "beside what others would do, all in turn, and prints a Markdown table. PyTorch and "
+        "Hugging Face "
+        "transformers join where they are installed: pip install -e '.[peers]'.",
+        epilog="Exit status: 0; 1 if a ratio is worse than the older run's, a check failed or a "
+        "stage went wrong; 2 for a bad argument.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--device-check", action="store_true",
-        help="before that: the tests marked gpu, and bytes, attention, batch invariance and "
-        "donation on an NVIDIA GPU")  # fmt: skip
-    add("--out", type=Path, metavar="FILE.json",
-        help="write everything as JSON; the file is whole after every stage")  # fmt: skip
-    add("--plot", type=Path, metavar="FILE.png", help="draw time against queries")
+    add("--suite", default=",".join(SUITES), metavar="NAME,NAME", help="what to time")
+    add("--rounds", type=int, default=15, metavar="N", help="samples of each program")
+    add("--sample", type=float, default=10.0, metavar="MS", help="shortest sample, milliseconds")
+    add("--out", type=Path, metavar="FILE", default=argparse.SUPPRESS,
+        help="write every line as JSON as soon as it is measured")  # fmt: skip
+    add("--compare", type=Path, metavar="OLD", default=argparse.SUPPRESS,
+        help="fail if a paired ratio is more than 15 %% worse than in what an older --out "
+        "wrote")  # fmt: skip
+    add("--plot", type=Path, metavar="DIR", default=argparse.SUPPRESS,
+        help="draw the figures into this folder")  # fmt: skip
+    add("--device-check", action="store_true", default=argparse.SUPPRESS,
+        help="instead: the tests marked gpu, then bytes, attention, batch invariance and donation "
+        "on an NVIDIA GPU, and times beside XLA and a plain copy")  # fmt: skip
     add("--budget", type=float, default=230.0, metavar="SECONDS",
-        help="end by then: what does not fit is listed as skipped (230)")  # fmt: skip
-    add("--tiny", action="store_true",
-        help="rehearse on the CPU, with kernels interpreted and tiny sizes")  # fmt: skip
-    add("--quiet", action="store_true", help="no progress bar")
-    options = parser.parse_args(arguments)
-    if not 0 < options.budget < float("inf"):
-        parser.error(f"argument --budget: expected seconds above 0, got {options.budget}")
-    for name in ("out", "plot"):
-        path = getattr(options, name)
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            parser.error(f"argument --{name}: expected a file in a folder, got {path}")
+        help="of the device check: what does not fit is listed as skipped")  # fmt: skip
+    add("--tiny", action="store_true", default=argparse.SUPPRESS,
+        help="rehearse with tiny sizes, a device check on the CPU")  # fmt: skip
+    add("--quiet", action="store_true", default=argparse.SUPPRESS, help="no progress bar")
+    unset = argparse.Namespace(
+        out=None, compare=None, plot=None, device_check=False, tiny=False, quiet=False
+    )
+    options = parser.parse_args(arguments, unset)
+    options.suite = list(dict.fromkeys(options.suite.split(",")))
+    if unknown := [name for name in options.suite if name not in SUITES]:
+        parser.error(f"argument --suite: expected some of {', '.join(SUITES)}, got {unknown[0]!r}")
+    if options.rounds < 1:
+        parser.error(f"argument --rounds: expected 1 or more, got {options.rounds}")
+    for name in ("sample", "budget"):
+        value = getattr(options, name)
+        if not 0 < value < float("inf"):
+            parser.error(f"argument --{name}: expected a number above 0, got {value}")
+    if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
+        parser.error(f"argument --out: expected a file in a folder, got {options.out}")
     if options.plot is not None:
-        if options.plot.suffix not in FIGURES:
-            parser.error(
-                f"argument --plot: expected a name that ends in {', '.join(FIGURES)}, got "
-                f"{options.plot}"
-            )
+        if not options.plot.is_dir():
+            parser.error(f"argument --plot: expected a folder, got {options.plot}")
         if importlib.util.find_spec("matplotlib") is None:
             parser.error("argument --plot: needs matplotlib: pip install -e '.[examples]'")
+    if options.device_check and options.compare is not None:
+        parser.error("argument --compare: a device check has nothing to compare")
     return options
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the suites; returns the exit status."""
+    old = None if options.compare is None else benchmark_lines.load(options.compare)
+    settings = make_settings(options.tiny)
+    head, lines = benchmark_lines.header(), []
+    with nullcontext() if options.out is None else options.out.open("w") as file:
+        if file is not None:
+            benchmark_lines.write(head, file)
+        for line in run_suites(
+            options.suite, settings, options.rounds, 1000 * options.sample, options.quiet
+        ):
+            lines.append(line)
+            if file is not None:
+                benchmark_lines.write(line, file)
+    print(benchmark_lines.markdown(lines))
+    if old is None:
+        return 0
+    worse, compared = benchmark_lines.compare(old, lines)
+    print(f"\n{compared} ratios compared with {options.compare}, {len(worse)} worse")
+    for sentence in worse:
+        print(f"- {sentence}")
+    return 1 if worse or not compared else 0
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
     options = parse_arguments(arguments)
-    shown: dict[str, Any] = {
-        name: value if not isinstance(value, Path) else str(value)
-        for name, value in vars(options).items()
-    }
-    report = Report(options.out, shown)
     try:
-        report.write()
-        run_stages(options, report)
-        report.contents["finished"] = True
-        report.write()
-        print(markdown(report.contents))
-        if options.plot is not None:
-            plot(report.contents, options.plot)
+        return device_check.run(options) if options.device_check else run(options)
     except (OSError, ValueError) as error:
-        text = " ".join(str(error).split())
-        print(f"benchmark.py: error: {text}", file=sys.stderr)
+        print_error("benchmark.py", error)
         return 2
-    return 0 if report.ok else 1
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from pallas_kernels import BF16, F32, V4, V41, V41_FP4, KVRows, dispatch
 from swa_jax import decoding
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import benchmark_bytes as row_bytes
-import benchmark_cases as cases
-import benchmark_checks as checks
+import device_bytes as row_bytes
+import device_cases as cases
+import device_checks as checks
 
 pytestmark = pytest.mark.quick_compilation
 

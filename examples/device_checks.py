@@ -8,8 +8,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from benchmark_bytes import empty_rows, jitted_store, store_inputs
-from benchmark_cases import (
+from device_bytes import empty_rows, jitted_store, store_inputs
+from device_cases import (
     EPS,
     Context,
     Device,

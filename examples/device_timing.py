@@ -5,7 +5,7 @@ import math
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +13,19 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from benchmark_cases import Context, compile_all, device_arguments
-from benchmark_shapes import Shape, inputs_of, loop_of, shapes_of, timed_program, work_of
+from benchmark_clock import ratios, sample_in_turn, spread
+from device_cases import Context, compile_all, device_arguments
+from device_shapes import Shape, inputs_of, loop_of, shapes_of, timed_program, work_of
 from jax import lax
 
 NO_COMMAND_BUFFER = {"xla_gpu_enable_command_buffer": ""}
 WAVE = 5  # shapes that are compiled at once
 PROFILED = 4  # shapes whose kernels are timed by the profiler as well
 PROFILE_SECONDS = 15.0
+SHAPE_SECONDS = 3.0
 
 
 # --- the clock
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 20th and 80th percentile."""
-    low, middle, high = np.percentile(np.asarray(values, np.float64), [20, 50, 80])
-    return {"median": float(middle), "p20": float(low), "p80": float(high)}
-
-
-def ratios(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
-    """The spread of slow / fast over samples that were taken in turn."""
-    return spread(np.asarray(slow, np.float64) / np.asarray(fast, np.float64))  # pyright: ignore
 
 
 class Timed:
@@ -62,22 +53,6 @@ class Timed:
             self.handed_on = self.program(self.handed_on, *self.others)
         self.handed_on.block_until_ready()
         return (time.perf_counter_ns() - start) / 1000 / (self.runs * self.total)
-
-
-def sample_in_turn(
-    timed: dict[str, Timed], samples: int, seconds: float = 3.0
-) -> dict[str, list[float]]:
-    """Samples of several programs, in an order that changes, so that drift meets all alike."""
-    taken: dict[str, list[float]] = {name: [] for name in timed}
-    end = time.monotonic() + seconds
-    names = list(timed)
-    for i in range(samples):
-        if i >= 3 and time.monotonic() > end:
-            break
-        first = i % len(names)
-        for name in names[first:] + names[:first]:
-            taken[name].append(timed[name].sample())
-    return taken
 
 
 # --- the stage
@@ -158,7 +133,7 @@ def _time_shape(context, shape, programs, host: tuple, copy: float) -> dict:
             if name in ("kernel", "xla"):
                 raise
             refused[name] = str(error)  # an option of the compiler that is not there
-    samples = sample_in_turn(timed, context.sizes.samples)
+    samples = sample_in_turn(timed, context.sizes.samples, SHAPE_SECONDS)
     row = dataclasses.asdict(shape)
     row |= {"queries": shape.queries, "bytes": moved, "operations": operations}
     row["programs"] = {}

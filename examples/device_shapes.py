@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from benchmark_cases import EPS, Context, Sizes, angles, rows_of
+from device_cases import EPS, Context, Sizes, angles, rows_of
 from jax import lax
 
 import swa_jax as swa

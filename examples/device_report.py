@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmark_process import Stage
+from benchmark_lines import ratio_text
+from device_process import Stage
 
 SCHEMA = 1
 """Version of the JSON file's layout."""
@@ -123,7 +124,7 @@ def _table(rows: list[dict], stages: dict[str, Stage]) -> str:
                 f"| {us['median']:.2f} ({us['p20']:.2f} to {us['p80']:.2f}) "
                 f"| {program['gb_per_s']:,.0f} | {program['share_of_copy']:.0%} "
                 f"| {program['tflop_per_s']:.1f} "
-                + ("|  |" if ratio is None else f"| {_ratio(ratio)} |")
+                + ("|  |" if ratio is None else f"| {ratio_text(ratio)} |")
             )
     for profile in results.get("kernels", []):
         for kernel, us in profile.get("kernels", {}).items():
@@ -136,10 +137,6 @@ def _table(rows: list[dict], stages: dict[str, Stage]) -> str:
     if skipped:
         lines += ["", f"No time was left for {len(skipped)} shapes: {'; '.join(skipped)}."]
     return "\n".join(lines)
-
-
-def _ratio(ratio: dict[str, float]) -> str:
-    return f"{ratio['median']:.2f} ({ratio['p20']:.2f} to {ratio['p80']:.2f})"
 
 
 def plot(contents: dict[str, Any], path: Path) -> None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from benchmark_process import Found
+from device_process import Found
 
 import swa_jax as swa
 from pallas_kernels import (

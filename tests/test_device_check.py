@@ -1,4 +1,4 @@
-"""examples/benchmark.py: the rehearsal, what happens when a stage goes wrong, and its figures."""
+"""The device check: its rehearsal, what happens when a stage goes wrong, and its figures."""
 
 import json
 import math
@@ -19,14 +19,16 @@ from pallas_kernels import V4, V41, V41_FP4, quantize_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import benchmark
-import benchmark_bytes
-import benchmark_cases
-import benchmark_checks
-import benchmark_process
-import benchmark_report
-import benchmark_shapes
-import benchmark_timing
-import benchmark_worker
+import benchmark_clock
+import device_bytes
+import device_cases
+import device_check
+import device_checks
+import device_process
+import device_report
+import device_shapes
+import device_timing
+import device_worker
 
 ROOT = Path(__file__).parents[1]
 STAGES = ["device", "cast", "store", "attention", "donation", "invariance", "tests", "timing"]
@@ -36,7 +38,7 @@ PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])
 WORKER = """
 import os, sys, time
 sys.path.insert(0, {examples!r})
-from benchmark_process import serve
+from device_process import serve
 
 def device(found, options):
     found.result("platform", "cpu")
@@ -83,13 +85,13 @@ def run(tmp_path, capsys, monkeypatch):
 
     def call(*arguments, stages=None):
         if stages is not None:
-            usual = dict.fromkeys([*benchmark.CHECKS, "timing"], "works")
+            usual = dict.fromkeys([*device_check.CHECKS, "timing"], "works")
             script = tmp_path / "worker.py"
             examples = str(ROOT / "examples")
             script.write_text(WORKER.format(examples=examples, stages=usual | stages))
-            monkeypatch.setattr(benchmark, "WORKER", [sys.executable, str(script)])
-            tests = benchmark_process.new_stage()
-            monkeypatch.setattr(benchmark, "run_tests", lambda tiny, seconds: tests)
+            monkeypatch.setattr(device_check, "WORKER", [sys.executable, str(script)])
+            tests = device_process.new_stage()
+            monkeypatch.setattr(device_check, "run_tests", lambda tiny, seconds: tests)
         try:
             status = benchmark.main(["--quiet", "--out", str(out), *arguments])
         except SystemExit as end:
@@ -119,11 +121,11 @@ def numbers(value):
 @pytest.mark.slow
 def test_the_rehearsal_runs_every_stage(run, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # its programs run for a moment
-    figure = tmp_path / "figure.png"
-    status, out, err, report = run(*check("--plot", str(figure)))
+    figure = tmp_path / "device.png"
+    status, out, err, report = run(*check("--plot", str(tmp_path)))
     assert (status, err) == (0, ""), out
     assert figure.read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["figure.png", "report.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["device.png", "report.json"]
     assert (report["schema"], report["finished"]) == (1, True)
     assert list(report["stages"]) == STAGES
     assert all(math.isfinite(n) for n in numbers(report))
@@ -138,7 +140,7 @@ def test_the_rehearsal_runs_every_stage(run, tmp_path, monkeypatch):
     timing = report["stages"]["timing"]["results"]
     assert "skipped" not in timing
     assert [row["operation"] for row in timing["rows"][:2]] == ["indexed_attention", "fused_store"]
-    assert len(timing["rows"]) == len(benchmark_shapes.shapes_of(benchmark_cases.TINY))
+    assert len(timing["rows"]) == len(device_shapes.shapes_of(device_cases.TINY))
     for row in timing["rows"]:
         assert set(row["programs"]) == {"kernel", "xla", "kernel, no command buffer"}
         assert set(row["ratios"]) == {"xla / kernel", "kernel, no command buffer / kernel"}
@@ -191,13 +193,13 @@ def test_the_programs_of_a_stage_lower_for_a_card(stage, monkeypatch):
             kernels[str(key)] = lowered.as_text().count("__gpu$xla.gpu.triton")
         raise Lowered
 
-    for module in (benchmark_bytes, benchmark_checks, benchmark_timing):
+    for module in (device_bytes, device_checks, device_timing):
         monkeypatch.setattr(module, "compile_all", lower_all)
-    found = benchmark_process.Found(lambda message: None, time.monotonic() + 1000)
+    found = device_process.Found(lambda message: None, time.monotonic() + 1000)
     cpu = jax.devices("cpu")[0]
-    context = benchmark_cases.Context(benchmark_cases.TINY, "triton", cpu, cpu, found)
+    context = device_cases.Context(device_cases.TINY, "triton", cpu, cpu, found)
     with pytest.raises(Lowered):
-        benchmark_worker.STAGES[stage](context)
+        device_worker.STAGES[stage](context)
     xla = [key for key in kernels if any(f"'{name}'" in key for name in ("xla", "cpu", "card"))]
     assert len(kernels) > len(xla)
     for key, count in kernels.items():
@@ -252,11 +254,11 @@ def test_a_figure_that_is_none_does_not_hold(run):
 
 
 def test_a_stage_that_hangs_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark_process, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(device_process, "GRACE_SECONDS", 0.5)
     script = tmp_path / "worker.py"
     stages = {"slow": "hangs", "next": "works"}
     script.write_text(WORKER.format(examples=str(ROOT / "examples"), stages=stages))
-    worker = benchmark_process.Worker([sys.executable, str(script)], os.environ)
+    worker = device_process.Worker([sys.executable, str(script)], os.environ)
     started = time.monotonic()
     stage = worker.run("slow", {}, 2, lambda *_: None)
     assert time.monotonic() - started < 30
@@ -266,7 +268,7 @@ def test_a_stage_that_hangs_is_ended(tmp_path, monkeypatch):
 
 
 def test_stages_that_do_not_fit_are_listed_and_are_not_passed(run, monkeypatch):
-    monkeypatch.setattr(benchmark_process, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(device_process, "GRACE_SECONDS", 0.1)
     status, out, _, report = run(*check("--budget", "2"), stages={"cast": "hangs"})
     assert status == 1
     cast = report["stages"]["cast"]
@@ -278,24 +280,24 @@ def test_stages_that_do_not_fit_are_listed_and_are_not_passed(run, monkeypatch):
 
 def test_shapes_that_do_not_fit_are_listed_as_skipped(monkeypatch):
     messages = []
-    found = benchmark_process.Found(messages.append, time.monotonic() + 1000)
+    found = device_process.Found(messages.append, time.monotonic() + 1000)
     cpu = jax.devices("cpu")[0]
-    context = benchmark_cases.Context(benchmark_cases.TINY, "interpret", cpu, cpu, found)
-    monkeypatch.setattr(benchmark_timing, "copy_bandwidth", lambda context: 1.0)
-    monkeypatch.setattr(benchmark_timing, "empty_loop", lambda context: 1.0)
-    monkeypatch.setattr(benchmark_timing, "_compile_wave", lambda context, inputs: {})
-    monkeypatch.setattr(benchmark_timing, "kernel_times", lambda *_: {})
+    context = device_cases.Context(device_cases.TINY, "interpret", cpu, cpu, found)
+    monkeypatch.setattr(device_timing, "copy_bandwidth", lambda context: 1.0)
+    monkeypatch.setattr(device_timing, "empty_loop", lambda context: 1.0)
+    monkeypatch.setattr(device_timing, "_compile_wave", lambda context, inputs: {})
+    monkeypatch.setattr(device_timing, "kernel_times", lambda *_: {})
 
     def time_shape(context, shape, *others):
         found.end = 0  # no time is left after the first shape
         return {}
 
-    monkeypatch.setattr(benchmark_timing, "_time_shape", time_shape)
-    monkeypatch.setattr(benchmark_timing, "PROFILED", 0)
-    benchmark_timing.time_table(context)
+    monkeypatch.setattr(device_timing, "_time_shape", time_shape)
+    monkeypatch.setattr(device_timing, "PROFILED", 0)
+    device_timing.time_table(context)
     appended = [message["append"] for message in messages if "append" in message]
     skipped = [value for name, value in appended if name == "skipped"]
-    shapes = benchmark_shapes.shapes_of(benchmark_cases.TINY)
+    shapes = device_shapes.shapes_of(device_cases.TINY)
     assert [name for name, _ in appended].count("rows") == 1
     assert skipped == [str(shape) for shape in shapes[1:]]
 
@@ -315,12 +317,12 @@ def test_shapes_that_do_not_fit_are_listed_as_skipped(monkeypatch):
     ],
 )
 def test_the_last_line_of_pytest_is_read(output, counts):
-    assert benchmark.test_counts(output) == counts
+    assert device_check.test_counts(output) == counts
 
 
 def test_without_the_tests_their_stage_is_skipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
-    stage = benchmark.run_tests(tiny=True, seconds=10)
+    monkeypatch.setattr(device_check, "ROOT", tmp_path)
+    stage = device_check.run_tests(tiny=True, seconds=10)
     assert stage["status"] == "skipped"
     assert stage["reason"].startswith("the tests are not here: expected them in")
 
@@ -340,8 +342,8 @@ def test_tests_that_fail_or_hang_are_recorded(tmp_path, monkeypatch, body, secon
     mark = "import pytest\npytestmark = pytest.mark.gpu\n"
     (tests / "test_gpu.py").write_text(mark + body)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
-    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
-    stage = benchmark.run_tests(tiny=True, seconds=seconds)
+    monkeypatch.setattr(device_check, "ROOT", tmp_path)
+    stage = device_check.run_tests(tiny=True, seconds=seconds)
     assert stage["status"] == status
     assert says in str(stage)
 
@@ -351,8 +353,8 @@ def test_tests_that_fail_or_hang_are_recorded(tmp_path, monkeypatch, body, secon
 
 def test_ratios_are_those_of_samples_taken_in_turn():
     fast = np.asarray([1.0, 2, 4, 8, 16])  # the card slows down: the ratio does not change
-    assert benchmark_timing.ratios(3 * fast, fast) == {"median": 3, "p20": 3, "p80": 3}
-    assert benchmark_timing.spread([5, 1, 4, 2, 3]) == pytest.approx(
+    assert benchmark_clock.ratios(3 * fast, fast) == {"median": 3, "p20": 3, "p80": 3}
+    assert benchmark_clock.spread([5, 1, 4, 2, 3]) == pytest.approx(
         {"median": 3, "p20": 1.8, "p80": 4.2}
     )
 
@@ -369,19 +371,19 @@ def test_samples_are_taken_in_turn_and_not_always_in_one_order():
             return 1.0
 
     timed = {name: Timed(name) for name in "abc"}
-    taken = benchmark_timing.sample_in_turn(timed, 3)
+    taken = benchmark_clock.sample_in_turn(timed, 3)
     assert {name: len(values) for name, values in taken.items()} == {"a": 3, "b": 3, "c": 3}
     assert "".join(order) == "abcbcacab"
 
 
 def test_bytes_and_operations_of_a_call():
     # 2 requests of 2 queries see 4 rows each, 5 different ones in a request: 10 rows of 132 bytes.
-    context = benchmark_cases.Context(
-        benchmark_cases.TINY, "interpret", *[jax.devices("cpu")[0]] * 2, found=None
+    context = device_cases.Context(
+        device_cases.TINY, "interpret", *[jax.devices("cpu")[0]] * 2, found=None
     )
-    shape = benchmark_shapes.Shape("indexed_attention", 2, 2, heads=2, layers=2)
-    inputs = benchmark_shapes.inputs_of(shape, context, ml_dtypes.bfloat16)
-    moved, operations = benchmark_shapes.work_of(shape, inputs, context.sizes)
+    shape = device_shapes.Shape("indexed_attention", 2, 2, heads=2, layers=2)
+    inputs = device_shapes.inputs_of(shape, context, ml_dtypes.bfloat16)
+    moved, operations = device_shapes.work_of(shape, inputs, context.sizes)
     q_and_out, lse, indices, sink, rotation = 2 * 4 * 2 * 128 * 2, 4 * 4 * 2, 4 * 4 * 4, 8, 256
     assert moved == q_and_out + lse + indices + sink + rotation + 10 * 132
     assert operations == 2 * (2 * 4 * 2 * 4 * 128)
@@ -391,55 +393,29 @@ def test_bytes_and_operations_of_a_call():
 def test_steps_between_rows_are_counted(fmt):
     values = np.random.default_rng(0).normal(size=(50, 512)).astype(np.float32)
     a = np.asarray(jax.jit(quantize_rows, static_argnums=1)(values, fmt))
-    assert all(value == 0 for value, _ in benchmark_bytes.compare_rows(a, a, fmt).values())
+    assert all(value == 0 for value, _ in device_bytes.compare_rows(a, a, fmt).values())
     b = a.copy()
     b[7, 3] ^= 1
     b[9, fmt.data_bytes] += 1
-    found = benchmark_bytes.compare_rows(a, b, fmt)
+    found = device_bytes.compare_rows(a, b, fmt)
     assert found["share of rows"][0] == 2 / 50
     assert found["largest step"][0] == 1
     b[7, 3] = a[7, 3] ^ 0x80  # another sign
-    assert benchmark_bytes.compare_rows(a, b, fmt)["largest step"][0] > 1
+    assert device_bytes.compare_rows(a, b, fmt)["largest step"][0] > 1
 
 
 def test_an_lse_of_minus_infinity_is_compared_as_such():
     want = np.asarray([-np.inf, 1.0, 100.0])
-    assert benchmark_checks.lse_error(want, want) == 0
-    assert benchmark_checks.lse_error(want + [0, 0.5, 50], want) == 0.5
-    assert benchmark_checks.lse_error(np.asarray([0, 1, 100]), want) == math.inf
+    assert device_checks.lse_error(want, want) == 0
+    assert device_checks.lse_error(want + [0, 0.5, 50], want) == 0.5
+    assert device_checks.lse_error(np.asarray([0, 1, 100]), want) == math.inf
 
 
 def test_a_report_is_replaced_as_a_whole(tmp_path, monkeypatch):
-    report = benchmark_report.Report(tmp_path / "r.json", {})
-    report.put("device", benchmark_process.new_stage())
+    report = device_report.Report(tmp_path / "r.json", {})
+    report.put("device", device_process.new_stage())
     before = (tmp_path / "r.json").read_text()
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
     with pytest.raises(OSError, match="disk"):
-        report.put("cast", benchmark_process.new_stage())
+        report.put("cast", device_process.new_stage())
     assert (tmp_path / "r.json").read_text() == before
-
-
-# --- bad arguments
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--budget", "0"], "argument --budget: expected seconds above 0, got 0.0"),
-        (["--budget", "nan"], "argument --budget: expected seconds above 0, got nan"),
-        (["--budget", "soon"], "argument --budget: invalid float value: 'soon'"),
-        (["--out", "missing/r.json"], "argument --out: expected a file in a folder, got missing"),
-        (["--out", "."], "argument --out: expected a file in a folder, got ."),
-        (["--plot", "missing/r.png"], "argument --plot: expected a file in a folder, got missing"),
-        (["--plot", "figure.txt"], "argument --plot: expected a name that ends in .png"),
-        (["--unknown"], "unrecognized arguments: --unknown"),
-        (["shape"], "unrecognized arguments: shape"),
-    ],
-    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
-)
-def test_bad_arguments_are_one_line_and_exit_status_two(run, arguments, message):
-    status, out, err, report = run(*arguments)
-    assert (status, out, report) == (2, "", None)
-    assert err.startswith("benchmark.py: error: ")
-    assert err.count("\n") == 1
-    assert message in err

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from benchmark_cases import EPS, Context, angles, compile_all
+from device_cases import EPS, Context, angles, compile_all
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 

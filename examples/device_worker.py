@@ -10,12 +10,12 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-import benchmark_bytes
-import benchmark_checks
-import benchmark_timing
+import device_bytes
+import device_checks
+import device_timing
 import jax
-from benchmark_cases import Context, make_context
-from benchmark_process import Found, serve
+from device_cases import Context, make_context
+from device_process import Found, serve
 
 from pallas_kernels.indexed_attention import triton_tiles as tiles
 
@@ -94,12 +94,12 @@ def _nvidia_smi() -> str | None:
 
 STAGES: dict[str, Callable[[Context], None]] = {
     "device": describe_device,
-    "cast": benchmark_bytes.check_cast,
-    "store": benchmark_bytes.check_store,
-    "attention": benchmark_checks.check_attention,
-    "donation": benchmark_checks.check_donation,
-    "invariance": benchmark_checks.check_invariance,
-    "timing": benchmark_timing.time_table,
+    "cast": device_bytes.check_cast,
+    "store": device_bytes.check_store,
+    "attention": device_checks.check_attention,
+    "donation": device_checks.check_donation,
+    "invariance": device_checks.check_invariance,
+    "timing": device_timing.time_table,
 }
 
 

@@ -1,0 +1,220 @@
+"""The suites codec, store, read and step: the operations on rows, beside what others would do."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import benchmark_peers as peers
+import jax
+import jax.numpy as jnp
+from benchmark_clock import Case, compiled
+from benchmark_settings import EPS, POSITION, Settings, angles, filled_rows, random_values
+
+import swa_jax as swa
+from pallas_kernels import KVRows, dequantize_rows, fused_store, indexed_attention, quantize_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Token:
+    """One new token of each of n requests.
+
+    Attributes:
+      positions: int32[n].
+      latents: float32[n, D].
+      q: float32[n, H, D].
+      weight: float32[D], of the norm.
+      sink: float32[H].
+      cos: float32[n, R / 2], and so is `sin`.
+    """
+
+    positions: jax.Array
+    latents: jax.Array
+    q: jax.Array
+    weight: jax.Array
+    sink: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+
+
+jax.tree_util.register_dataclass(_Token)
+
+
+def _token(settings: Settings, n: int, position: int = POSITION) -> _Token:
+    return _Token(
+        jnp.full(n, position, jnp.int32),
+        random_values(settings, n, seed=3),
+        random_values(settings, n, settings.heads, seed=4),
+        jnp.ones(settings.width),
+        jnp.zeros(settings.heads),
+        *angles(settings, n),
+    )
+
+
+def codec(settings: Settings) -> Iterator[Case]:
+    """Rows to numbers and numbers to rows, beside casts to and from XLA's own e4m3."""
+    for n in (2, 4) if settings.tiny else (128, 1024, 8192):
+        values = random_values(settings, n)
+        data = jax.jit(peers.naive_quantize)(values)
+        yield Case(
+            "codec",
+            f"decode {n} rows",
+            {"rows": n},
+            [
+                compiled("swa_jax", lambda data: dequantize_rows(data, settings.fmt), data),
+                compiled("casts", peers.naive_dequantize, data),
+            ],
+            {"copy": data.nbytes + values.nbytes},
+        )
+        yield Case(
+            "codec",
+            f"encode {n} rows",
+            {"rows": n},
+            [
+                compiled("swa_jax", lambda values: quantize_rows(values, settings.fmt), values),
+                compiled("casts", peers.naive_quantize, values),
+            ],
+            {"copy": data.nbytes + values.nbytes},
+        )
+
+
+def store(settings: Settings) -> Iterator[Case]:
+    """Norm, rotation, cast and scatter of one row a request."""
+    for n in settings.requests:
+        token = _token(settings, n)
+        rows = filled_rows(settings, n)
+        ring = jnp.zeros((n, settings.geometry.capacity, 1, settings.width))
+        yield Case(
+            "store",
+            f"N={n}",
+            {"requests": n},
+            [
+                compiled("swa_jax", _store, rows, token, _slots(settings, token), carry=True),
+                compiled("casts, same bytes", _naive_store, _flat(rows), token, carry=True),
+                compiled("float32 ring", _plain_store, ring, token, carry=True),
+            ],
+            {"copy": token.latents.nbytes + n * settings.fmt.row_bytes},
+        )
+
+
+def _slots(settings: Settings, token: _Token) -> jax.Array:
+    return settings.geometry.slots(jnp.arange(len(token.positions)), token.positions)
+
+
+def _store(rows: KVRows, token: _Token, slots: jax.Array) -> tuple[KVRows]:
+    rows = fused_store(
+        rows, token.latents, slots, norm_weight=token.weight, norm_eps=EPS, cos=token.cos,
+        sin=token.sin,
+    )  # fmt: skip
+    return (rows,)
+
+
+def _plain_store(ring, token: _Token):
+    row = peers.plain_row(token.latents, token.weight, token.cos, token.sin)
+    return (peers.ring_store(ring, row, token.positions),)
+
+
+def _naive_store(data, token: _Token):
+    row = peers.plain_row(token.latents, token.weight, token.cos, token.sin)
+    capacity = len(data) // len(row)
+    slots = jnp.arange(len(row)) * capacity + token.positions % capacity
+    return (data.at[slots].set(peers.naive_quantize(row)),)
+
+
+def _flat(rows: KVRows) -> jax.Array:
+    """The rows as uint8[rows, row_bytes]."""
+    return rows.logical().reshape(rows.num_rows, -1)
+
+
+def read(settings: Settings) -> Iterator[Case]:
+    """Indexed attention of one query a request over the 128 rows of its window."""
+    for n in settings.requests:
+        token = _token(settings, n)
+        rows = filled_rows(settings, n)
+        numbers = dequantize_rows(rows.logical(), settings.fmt)
+        indices = settings.geometry.read_indices(jnp.arange(n), token.positions)
+        programs = [
+            compiled("swa_jax", _read, rows, token, indices),
+            compiled("casts, same bytes", _naive_read, _flat(rows), token, indices),
+            compiled("jax.nn, float32 ring", _ring_read(settings), numbers, token),
+            compiled(
+                "jax.nn, bfloat16 ring", _ring_read(settings), numbers.astype(jnp.bfloat16), token
+            ),
+        ]
+        yield Case("read", f"N={n}", {"requests": n}, programs, _read_work(settings, n))
+
+
+def _read_work(settings: Settings, n: int) -> dict[str, float]:
+    return {"product": 4 * n * settings.heads * settings.window * settings.width}
+
+
+def _read(rows: KVRows, token: _Token, indices):
+    return indexed_attention(token.q, rows, indices, sink=token.sink)
+
+
+def _naive_read(data, token: _Token, indices):
+    return peers.naive_read(data, token.q, indices, token.sink)
+
+
+def _ring_read(settings: Settings):
+    return lambda ring, token: peers.ring_read(ring, token.q, token.positions, settings.window)
+
+
+def step(settings: Settings) -> Iterator[Case]:
+    """A decode step's part of one layer: indices, store and read; and what should not change it."""
+    for n in settings.requests:
+        yield Case("step", f"N={n}", {"requests": n}, _steps(settings, n), _read_work(settings, n))
+    n, few, many = settings.requests[1], 2 * settings.requests[1], 512 * settings.requests[1]
+    if settings.tiny:
+        many = 2 * few
+    own = _own_step(settings)
+    token = _token(settings, n)
+    slots = [compiled(f"{s:,} slots", own, filled_rows(settings, s), token, carry=True)
+             for s in (few, many)]  # fmt: skip
+    yield Case("step", f"N={n}, state slots", {"slots": few}, slots, slower_is_better=False)
+    rows = filled_rows(settings, n)
+    places = [
+        compiled(f"position {p:,}", own, rows, _token(settings, n, p), carry=True)
+        for p in (POSITION, 1_000_000)
+    ]
+    yield Case("step", f"N={n}, position", {"position": POSITION}, places, slower_is_better=False)
+
+
+def _own_step(settings: Settings):
+    def run(rows: KVRows, token: _Token):
+        requests = jnp.arange(len(token.positions), dtype=jnp.int32)
+        meta = swa.DecodeMetadata.build(settings.geometry, requests, token.positions[:, None])
+        (rows,) = _store(rows, token, meta.slots)
+        return rows, _read(rows, token, meta.indices)
+
+    return run
+
+
+def _steps(settings: Settings, n: int) -> list:
+    token, rows = _token(settings, n), filled_rows(settings, n)
+    capacity, window = settings.geometry.capacity, settings.window
+
+    def naive(data, token):
+        (data,) = _naive_store(data, token)
+        indices = peers.naive_indices(token.positions, capacity, window)
+        return data, _naive_read(data, token, indices)
+
+    def plain(ring, token):
+        (ring,) = _plain_store(ring, token)
+        return ring, peers.ring_read(ring, token.q, token.positions, window)
+
+    def whole(cache, token):
+        row = peers.plain_row(token.latents, token.weight, token.cos, token.sin)
+        cache = peers.context_store(cache, row, token.positions)
+        return cache, peers.context_read(cache, token.q, token.positions)
+
+    ring = dequantize_rows(rows.logical(), settings.fmt)
+    last = dataclasses.replace(
+        token, positions=jnp.full_like(token.positions, settings.context - 1)
+    )
+    context = jnp.zeros((n, settings.context, 1, settings.width))
+    return [
+        compiled("swa_jax", _own_step(settings), rows, token, carry=True),
+        compiled("casts, same bytes", naive, _flat(rows), token, carry=True),
+        compiled("jax.nn, float32 ring", plain, ring, token, carry=True),
+        compiled("jax.nn, bfloat16 ring", plain, ring.astype(jnp.bfloat16), token, carry=True),
+        compiled(f"jax.nn, context {settings.context:,}", whole, context, last, carry=True),
+    ]

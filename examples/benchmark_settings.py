@@ -1,0 +1,89 @@
+"""The sizes that the suites of the benchmark share, and the rings that they time."""
+
+import dataclasses
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import swa_jax as swa
+from pallas_kernels import KVRows, quantize_rows
+from pallas_kernels.storage import region_bytes
+
+EPS = 1e-6
+POSITION = 1000  # past the ring's first turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the suites are told.
+
+    Attributes:
+      tiny: whether it is a rehearsal, in which no figure means anything.
+      torch: whether PyTorch is there, for the peers that need it.
+      transformers: whether Hugging Face transformers is there.
+      requests: numbers of requests, one query each.
+      heads: query heads.
+      width: values in a row.
+      half: rotated pairs.
+      window: rows that a query sees.
+      context: tokens of a cache that keeps the whole context.
+    """
+
+    tiny: bool = False
+    torch: bool = False
+    transformers: bool = False
+    requests: tuple[int, ...] = (1, 8, 64, 256)
+    heads: int = 64
+    width: int = 512
+    half: int = 32
+    window: int = 128
+    context: int = 4096
+
+    @property
+    def geometry(self) -> swa.RingGeometry:
+        return swa.RingGeometry.for_drafts(self.window)
+
+    @property
+    def fmt(self) -> swa.KVCacheFormat:
+        return swa.V41.with_width(self.width)
+
+
+def make_settings(tiny: bool) -> Settings:
+    """The settings of this machine.
+
+    Args:
+      tiny: whether it is a rehearsal.
+    """
+    torch, transformers = (
+        importlib.util.find_spec(name) is not None for name in ("torch", "transformers")
+    )
+    settings = Settings(torch=torch, transformers=transformers)
+    if not tiny:
+        return settings
+    return dataclasses.replace(
+        settings, tiny=True, requests=(1, 2), heads=2, width=64, half=8, window=8, context=32
+    )
+
+
+def random_values(settings: Settings, *shape: int, seed: int = 0) -> jax.Array:
+    """Normal float32 values [*shape, width]."""
+    random = np.random.default_rng(seed)
+    return jnp.asarray(random.normal(size=(*shape, settings.width)), jnp.float32)
+
+
+def filled_rows(settings: Settings, slots: int) -> KVRows:
+    """One layer's rings, each slot's S rows quantised from random values."""
+    capacity, fmt = settings.geometry.capacity, settings.fmt
+    values = random_values(settings, min(slots, 8), capacity, seed=1)
+    data = jax.jit(quantize_rows, static_argnums=1)(values, fmt)
+    data = jnp.tile(data.reshape(len(values), -1), (-(-slots // len(values)), 1))[:slots]
+    data = jnp.pad(data, ((0, 0), (0, region_bytes(capacity, fmt) - data.shape[1])))
+    return KVRows.view(data, start=0, rows_per_slot=capacity, fmt=fmt)
+
+
+def angles(settings: Settings, n: int) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines float32[n, half] of some angles."""
+    turn = np.random.default_rng(2).uniform(-np.pi, np.pi, (n, settings.half))
+    return jnp.asarray(np.cos(turn), jnp.float32), jnp.asarray(np.sin(turn), jnp.float32)
