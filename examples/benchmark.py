@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import benchmark_lines
+import benchmark_plots
 import device_check
 from benchmark_clock import Case, Figure, machine_limits, measure
 from benchmark_settings import Settings, make_settings
@@ -128,6 +129,9 @@ def run(options: argparse.Namespace) -> int:
             if file is not None:
                 benchmark_lines.write(line, file)
     print(benchmark_lines.markdown(lines))
+    if options.plot is not None:
+        for path in benchmark_plots.plot_all([head, *lines], options.plot):
+            print(f"drew {path}", file=sys.stderr)
     if old is None:
         return 0
     worse, compared = benchmark_lines.compare(old, lines)

@@ -28,7 +28,7 @@ class Program:
 
     Attributes:
       name: of the program, the same in every case.
-      run: does it once, and returns when it is done.
+      run: does it once, and returns its results when they are there.
       temporary_bytes: the largest memory beside arguments and results, by the compiler's analysis;
         None where no compiler says.
       runs: calls in a sample.
@@ -70,10 +70,10 @@ def compiled(name: str, function: Callable, *arguments: Any, carry: bool = False
         return Program(name, lambda: jax.block_until_ready(program(*arguments)), memory)
     handed_on = jax.tree.map(jnp.copy, arguments[0])
 
-    def run() -> None:
+    def run() -> Any:
         nonlocal handed_on
-        handed_on, *others = program(handed_on, *arguments[1:])
-        jax.block_until_ready((handed_on, others))
+        handed_on, *others = jax.block_until_ready(program(handed_on, *arguments[1:]))
+        return handed_on, *others
 
     return Program(name, run, memory)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import benchmark_peers as peers
 import jax
 import jax.numpy as jnp
-from benchmark_clock import Case, compiled
+from benchmark_clock import Case, Program, compiled
 from benchmark_settings import EPS, POSITION, Settings, angles, filled_rows, random_values
 
 import swa_jax as swa
@@ -159,23 +159,41 @@ def _ring_read(settings: Settings):
 
 
 def step(settings: Settings) -> Iterator[Case]:
-    """A decode step's part of one layer: indices, store and read; and what should not change it."""
+    """A decode step's part of one layer: indices, store and read.
+
+    First for each number of requests; then for longer contexts and for more state slots, beside
+    caches that grow with them; last the step itself under conditions that should not change it.
+    """
     for n in settings.requests:
         yield Case("step", f"N={n}", {"requests": n}, _steps(settings, n), _read_work(settings, n))
-    n, few, many = settings.requests[1], 2 * settings.requests[1], 512 * settings.requests[1]
-    if settings.tiny:
-        many = 2 * few
-    own = _own_step(settings)
-    token = _token(settings, n)
-    slots = [compiled(f"{s:,} slots", own, filled_rows(settings, s), token, carry=True)
-             for s in (few, many)]  # fmt: skip
-    yield Case("step", f"N={n}, state slots", {"slots": few}, slots, slower_is_better=False)
-    rows = filled_rows(settings, n)
-    places = [
-        compiled(f"position {p:,}", own, rows, _token(settings, n, p), carry=True)
-        for p in (POSITION, 1_000_000)
+    n, own = settings.requests[1], _own_step(settings)
+    token, rows = _token(settings, n), filled_rows(settings, n)
+    for context in settings.contexts:
+        last = _token(settings, n, context - 1)
+        programs = [
+            compiled("swa_jax", own, rows, last, carry=True),
+            _context_step(settings, context, last, "jax.nn, whole context"),
+        ]
+        yield Case("step", f"N={n}, context {context:,}", {"context": context}, programs)
+    for slots in settings.slots:
+        many = filled_rows(settings, slots)
+        ring = jnp.zeros((slots, settings.geometry.capacity, 1, settings.width))
+        programs = [
+            compiled("swa_jax", own, many, token, carry=True),
+            compiled("jax.nn, float32 ring", _plain_step(settings), ring, token, carry=True),
+            _bfloat16_step(settings, ring, token),
+        ]
+        yield Case("step", f"N={n}, {slots:,} slots", {"slots": slots}, programs)
+    programs = [
+        compiled(f"{slots:,} slots", own, filled_rows(settings, slots), token, carry=True)
+        for slots in (settings.slots[0], settings.slots[-1])
     ]
-    yield Case("step", f"N={n}, position", {"position": POSITION}, places, slower_is_better=False)
+    yield Case("step", f"N={n}, state slots", {}, programs, slower_is_better=False)
+    programs = [
+        compiled(f"position {place:,}", own, rows, _token(settings, n, place), carry=True)
+        for place in (POSITION, 1_000_000)
+    ]
+    yield Case("step", f"N={n}, position", {}, programs, slower_is_better=False)
 
 
 def _own_step(settings: Settings):
@@ -188,33 +206,44 @@ def _own_step(settings: Settings):
     return run
 
 
-def _steps(settings: Settings, n: int) -> list:
+def _steps(settings: Settings, n: int) -> list[Program]:
     token, rows = _token(settings, n), filled_rows(settings, n)
-    capacity, window = settings.geometry.capacity, settings.window
+    capacity, window, context = settings.geometry.capacity, settings.window, settings.context
 
     def naive(data, token):
         (data,) = _naive_store(data, token)
         indices = peers.naive_indices(token.positions, capacity, window)
         return data, _naive_read(data, token, indices)
 
-    def plain(ring, token):
-        (ring,) = _plain_store(ring, token)
-        return ring, peers.ring_read(ring, token.q, token.positions, window)
+    ring = dequantize_rows(rows.logical(), settings.fmt)
+    last = _token(settings, n, context - 1)
+    return [
+        compiled("swa_jax", _own_step(settings), rows, token, carry=True),
+        compiled("casts, same bytes", naive, _flat(rows), token, carry=True),
+        compiled("jax.nn, float32 ring", _plain_step(settings), ring, token, carry=True),
+        _bfloat16_step(settings, ring, token),
+        _context_step(settings, context, last, f"jax.nn, context {context:,}"),
+    ]
 
-    def whole(cache, token):
+
+def _plain_step(settings: Settings):
+    def run(ring, token: _Token):
+        (ring,) = _plain_store(ring, token)
+        return ring, _ring_read(settings)(ring, token)
+
+    return run
+
+
+def _bfloat16_step(settings: Settings, ring: jax.Array, token: _Token) -> Program:
+    ring = ring.astype(jnp.bfloat16)
+    return compiled("jax.nn, bfloat16 ring", _plain_step(settings), ring, token, carry=True)
+
+
+def _context_step(settings: Settings, context: int, token: _Token, name: str) -> Program:
+    def run(cache, token):
         row = peers.plain_row(token.latents, token.weight, token.cos, token.sin)
         cache = peers.context_store(cache, row, token.positions)
         return cache, peers.context_read(cache, token.q, token.positions)
 
-    ring = dequantize_rows(rows.logical(), settings.fmt)
-    last = dataclasses.replace(
-        token, positions=jnp.full_like(token.positions, settings.context - 1)
-    )
-    context = jnp.zeros((n, settings.context, 1, settings.width))
-    return [
-        compiled("swa_jax", _own_step(settings), rows, token, carry=True),
-        compiled("casts, same bytes", naive, _flat(rows), token, carry=True),
-        compiled("jax.nn, float32 ring", plain, ring, token, carry=True),
-        compiled("jax.nn, bfloat16 ring", plain, ring.astype(jnp.bfloat16), token, carry=True),
-        compiled(f"jax.nn, context {settings.context:,}", whole, context, last, carry=True),
-    ]
+    cache = jnp.zeros((len(token.positions), context, 1, settings.width))
+    return compiled(name, run, cache, token, carry=True)

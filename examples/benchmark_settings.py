@@ -29,6 +29,8 @@ class Settings:
       half: rotated pairs.
       window: rows that a query sees.
       context: tokens of a cache that keeps the whole context.
+      contexts: the lengths of several such caches.
+      slots: numbers of state slots, all but a few idle.
     """
 
     tiny: bool = False
@@ -40,6 +42,8 @@ class Settings:
     half: int = 32
     window: int = 128
     context: int = 4096
+    contexts: tuple[int, ...] = (256, 1024, 4096, 16384)
+    slots: tuple[int, ...] = (16, 256, 1024, 4096)
 
     @property
     def geometry(self) -> swa.RingGeometry:
@@ -63,8 +67,9 @@ def make_settings(tiny: bool) -> Settings:
     if not tiny:
         return settings
     return dataclasses.replace(
-        settings, tiny=True, requests=(1, 2), heads=2, width=64, half=8, window=8, context=32
-    )
+        settings, tiny=True, requests=(1, 2), heads=2, width=64, half=8, window=8, context=32,
+        contexts=(16, 32), slots=(4, 8),
+    )  # fmt: skip
 
 
 def random_values(settings: Settings, *shape: int, seed: int = 0) -> jax.Array:

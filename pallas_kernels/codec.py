@@ -12,6 +12,7 @@ UE8M0_NAN = 0xFF
 # The largest magnitude that stays finite through e4m3 and back: 255 * 2**120 rounds up to 2**128.
 QUANTIZED_MAX = 240.0 * 2.0**120
 
+MAGNITUDE_MASK = 0x7FFFFFFF
 _EXPONENT_MASK = 0x7F800000
 _MANTISSA_MASK = 0x007FFFFF
 
@@ -49,7 +50,7 @@ def round_to_bfloat16(x: Float[Array, "*s"]) -> Float32[Array, "*s"]:
 def encode_e4m3(x: Float32[Array, "*s"]) -> UInt8[Array, "*s"]:
     """Nearest-even e4m3 codes, saturating at +-448; the sign of zero stays. Input is finite."""
     bits = float_bits(x)
-    magnitude = bits & 0x7FFFFFFF
+    magnitude = bits & MAGNITUDE_MASK
     # Normal codes: keep three mantissa bits, ties to even, and move the bias from 127 to 7.
     rounded = magnitude + 0x7FFFF + ((magnitude >> 20) & 1)
     normal = (rounded >> 20) - ((127 - 7) << 3)

@@ -233,17 +233,20 @@ def quantize_rows(
             f"x: format {fmt.name} expects rows of {fmt.num_elements} values, got shape {x.shape}"
         )
     x = x.astype(jnp.float32)
-    finite = jnp.all(codec.is_finite(x), axis=-1, keepdims=True)
-    x = jnp.where(finite, x, jnp.float32(0))
-    parts = []
+    values, raw = x[..., : fmt.quantized_elements], x[..., fmt.quantized_elements :]
+    finite = jnp.all(codec.is_finite(raw), axis=-1, keepdims=True)
     data, scales = None, None
-    if fmt.raw_dtype != "float32":
-        x = codec.round_to_bfloat16(x)
     if fmt.quantized_dtype is not None:
-        data, scales = _quantize_groups(x[..., : fmt.quantized_elements], fmt, scale_floor)
-        parts.append(data)
-    raw = _encode_raw(x[..., fmt.quantized_elements :], fmt)
-    parts += [raw, scales] if fmt.scales_last else [scales, raw]
+        groups = values.reshape(*x.shape[:-1], fmt.num_scales, fmt.elements_per_scale)
+        # Of magnitudes as integers, which have no NaN that a maximum may drop: one pass over the
+        # values tells both what the scales need and whether all are finite.
+        largest = jnp.max(codec.float_bits(groups) & codec.MAGNITUDE_MASK, axis=-1)
+        finite &= jnp.all(codec.is_finite(codec.bits_float(largest)), axis=-1, keepdims=True)
+        # Rounding keeps the order of magnitudes, so the largest is the largest after it too.
+        amax = codec.round_to_bfloat16(codec.bits_float(largest))
+        data, scales = _quantize_groups(codec.round_to_bfloat16(groups), amax, fmt, scale_floor)
+    raw = _encode_raw(raw, fmt)
+    parts = [data, *([raw, scales] if fmt.scales_last else [scales, raw])]
     if fmt.pad_bytes:
         parts.append(jnp.zeros((*x.shape[:-1], fmt.pad_bytes), jnp.uint8))
     row = jnp.concatenate([part for part in parts if part is not None], axis=-1)
@@ -304,9 +307,9 @@ def check_cache_format(name: str, fmt: KVCacheFormat) -> None:
         )
 
 
-def _quantize_groups(x, fmt, scale_floor):
-    groups = x.reshape(*x.shape[:-1], fmt.num_scales, fmt.elements_per_scale)
-    amax = jnp.max(jnp.abs(groups), axis=-1)
+def _quantize_groups(groups, amax, fmt, scale_floor):
+    """Bytes of values [..., groups, elements] and of their scales, from each group's largest."""
+    rows = groups.shape[:-2]
     if fmt.scale_dtype == "ue8m0":
         exponent = codec.power_of_two_scale(amax, SMALLEST_UE8M0[scale_floor])
         inverse = codec.bits_float((254 - exponent) << 23)
@@ -326,9 +329,9 @@ def _quantize_groups(x, fmt, scale_floor):
         scale = amax / jnp.float32(codec.E2M1_MAX)
         scales = codec.encode_e4m3(jnp.maximum(scale, jnp.float32(FP4_SCALE_FLOOR)))
         codes = codec.encode_e2m1(groups, codec.decode_e4m3(scales)[..., None])
-        codes = codes.reshape(*x.shape[:-1], fmt.quantized_bytes, 2)
+        codes = codes.reshape(*rows, fmt.quantized_bytes, 2)
         return codes[..., 0] | (codes[..., 1] << 4), scales
-    return codec.encode_e4m3(scaled.reshape(x.shape)), scales
+    return codec.encode_e4m3(scaled.reshape(*rows, fmt.quantized_elements)), scales
 
 
 def _dequantize_groups(data, scales, fmt):
@@ -349,7 +352,7 @@ def _dequantize_groups(data, scales, fmt):
 
 def _encode_raw(x, fmt):
     if fmt.raw_dtype == "bfloat16":
-        return codec.to_bytes(codec.bfloat16_bits(x).astype(jnp.uint16))
+        return codec.to_bytes(codec.bfloat16_bits(codec.round_to_bfloat16(x)).astype(jnp.uint16))
     return codec.to_bytes(x) if fmt.raw_dtype == "float32" else None
 
 

@@ -1,0 +1,156 @@
+r"""What a benchmark found beside what was wanted, as tables for people.
+
+python examples/benchmark_table.py benchmark.jsonl
+python examples/benchmark_table.py benchmark.jsonl --update README.md
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import benchmark_lines
+from command_line import Parser, print_error
+from marked_text import replace_between_marks
+
+MARKS = "<!-- performance table -->", "<!-- end of performance table -->"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A figure that was wanted.
+
+    Attributes:
+      bound: what it should be at least, or at most.
+      suite: of the line.
+      case: of the line; of a figure its name.
+      program: of the line; "" for a figure.
+      what: "ratio", "share" or "temporary" of a timed line, "value" of a figure.
+      at_least: whether the bound is below it.
+    """
+
+    bound: float
+    suite: str
+    case: str
+    program: str = ""
+    what: str = "ratio"
+    at_least: bool = True
+
+    def found(self, lines: Sequence[dict]) -> float | None:
+        """The figure, or None where it was not measured. Temporary memory is in MB."""
+        for line in lines:
+            name = line.get("case", line.get("figure"))
+            if (line.get("suite"), name, line.get("program", "")) == (
+                self.suite, self.case, self.program,
+            ):  # fmt: skip
+                if self.what == "value":
+                    return line["value"]
+                if self.what == "temporary":
+                    return line["temporary_bytes"] / 1e6
+                if self.what == "share":
+                    return line["share"]["product"]["median"]
+                return line["ratio"]["median"]
+        return None
+
+    def text(self, lines: Sequence[dict]) -> str:
+        """The figure and the bound, with the sign that stands between them."""
+        value = self.found(lines)
+        if value is None:
+            return f"not measured (wanted {self.bound:g})"
+        digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+        if self.at_least:
+            return f"{value:.{digits}f} {'≥' if value >= self.bound else '**<**'} {self.bound:g}"
+        return f"{value:.{digits}f} {'≤' if value <= self.bound else '**>**'} {self.bound:g}"
+
+
+REQUESTS = (1, 8, 64, 256)
+BY_REQUESTS: dict[str, tuple[tuple[float, ...], str, str, str]] = {
+    "read, share of the matrix-product limit": (
+        (0.30, 0.55, 0.70, 0.60), "read", "swa_jax", "share"),
+    "step, beside `jax.nn` over a float32 ring": (
+        (1.4, 2.2, 2.5, 3.0), "step", "jax.nn, float32 ring", "ratio"),
+    "step, beside casts of the same bytes": (
+        (1.6, 1.9, 1.7, 1.9), "step", "casts, same bytes", "ratio"),
+    "read, beside PyTorch's SDPA over float32 rows": (
+        (0.6, 0.8, 1.0, 1.0), "read", "torch SDPA, float32 rows", "ratio"),
+    "step, beside a context of 4,096": (
+        (16, 21, 40, 40), "step", "jax.nn, context 4,096", "ratio"),
+}  # fmt: skip
+"""Bounds for each number of requests, suite, program and what of it."""
+
+
+def by_requests(lines: Sequence[dict]) -> str:
+    """The table with a column for each number of requests."""
+    rows = [
+        ["time of the other / ours", *(f"N={n}" for n in REQUESTS)],
+        ["---", *("---:" for _ in REQUESTS)],
+    ]
+    for label, (bounds, suite, program, what) in BY_REQUESTS.items():
+        cells = [
+            Wanted(bound, suite, f"N={n}", program, what).text(lines)
+            for n, bound in zip(REQUESTS, bounds, strict=True)
+        ]
+        rows.append([label, *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+OTHERS: dict[str, Wanted] = {
+    "step, 4,096 state slots / 16": Wanted(
+        1.10, "step", "N=8, state slots", "4,096 slots", at_least=False),
+    "step, position 1,000,000 / 1,000": Wanted(
+        1.05, "step", "N=8, position", "position 1,000,000", at_least=False),
+    "read, 256 requests: temporary memory, MB": Wanted(
+        8, "read", "N=256", "swa_jax", "temporary", at_least=False),
+}  # fmt: skip
+"""Single figures."""
+
+
+def others(lines: Sequence[dict]) -> str:
+    """The table of single figures."""
+    rows = [["figure", "measured, wanted"], ["---", "---:"]]
+    rows += [[label, wanted.text(lines)] for label, wanted in OTHERS.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def tables(lines: Sequence[dict]) -> str:
+    """Both tables, and where they were measured.
+
+    Args:
+      lines: of a benchmark, its header first.
+    """
+    head = lines[0]
+    versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
+    where = (
+        f"{head['machine']}, {head['cores']} cores, {head['device']}, Python {head['python']}, "
+        f"{versions}, {head['started'][:10]}."
+    )
+    return f"{by_requests(lines)}\n\n{others(lines)}\n\n{where}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = Parser(
+        prog="benchmark_table.py",
+        description="Prints what a benchmark measured beside what was wanted, as Markdown.",
+    )
+    parser.add_argument("lines", type=Path, metavar="FILE", help="what benchmark.py --out wrote")
+    parser.add_argument(
+        "--update", type=Path, metavar="FILE",
+        help=f"write the tables into this file, between {MARKS[0]} and {MARKS[1]}",
+    )  # fmt: skip
+    options: argparse.Namespace = parser.parse_args(arguments)
+    try:
+        text = tables(benchmark_lines.load(options.lines))
+        print(text)
+        if options.update is not None:
+            document = options.update.read_text()
+            options.update.write_text(replace_between_marks(document, MARKS, text))
+    except (OSError, ValueError) as error:
+        print_error("benchmark_table.py", error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
