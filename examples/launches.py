@@ -112,6 +112,11 @@ def steps_of_a_call(step: str) -> int:
     return DECODE_STEPS if step == "decode" else 1
 
 
+def launches_of(step: str, program: Program) -> float:
+    """Launches of one model step, everything included, on the average of a call."""
+    return program.all_launches / steps_of_a_call(step)
+
+
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
@@ -120,7 +125,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="launches.py",
         description="Compiles steps of a decoder for a card that need not be here, and prints "
-        "launches of a step, everything included, whether the cache is copied, and memory.",
+        "launches of a step, everything included, those that one more layer adds, whether the "
+        "cache is copied, and memory.",
         epilog=f"needs {gpu_compiler.INSTALL}",
     )
     parser.add_argument("--step", choices=STEPS, help="only this one")
@@ -142,14 +148,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(reason)
     config = build_config(arguments.layers, arguments.scan_layers)
     cache = build_cache(config, arguments.slots)
-    print("| step | launches | copies of the cache | temporary bytes | loops: trips, launches |")
-    print("| --- | ---: | ---: | ---: | --- |")
+    larger = build_config(arguments.layers + 1, arguments.scan_layers)
+    print(
+        "| step | launches | launches of a layer | copies of the cache | temporary bytes "
+        "| loops: trips, launches |"
+    )
+    print("| --- | ---: | ---: | ---: | ---: | --- |")
     for step in [arguments.step] if arguments.step else STEPS:
         program = compile_step(step, config, arguments.slots, arguments.card)
-        launches = program.all_launches / steps_of_a_call(step)
+        launches = launches_of(step, program)
+        more = launches_of(step, compile_step(step, larger, arguments.slots, arguments.card))
         copies = sum(len(program.copies(block.shape)) for block in cache.blocks)
         loops = "; ".join(f"{loop.trips}, {loop.launches}" for loop in program.loops) or "none"
-        print(f"| {step} | {launches:.1f} | {copies} | {program.temporary_bytes:,} | {loops} |")
+        print(
+            f"| {step} | {launches:.1f} | {more - launches:.1f} | {copies} "
+            f"| {program.temporary_bytes:,} | {loops} |"
+        )
         if arguments.table:
             print(f"\n{program.table()}\n")
     return 0

@@ -3,6 +3,8 @@ r"""What the Triton kernels compile to, for NVIDIA cards that are not there.
 python examples/machine_code.py
 python examples/machine_code.py --card "NVIDIA H200" --update README.md
 
+Prints two tables of the shipped kernels: what each compiles to, and a model of its time.
+
 As a module: `kernels_of` finds the Triton kernels of a function, and `compile_kernel` has XLA and
 NVIDIA's assembler and disassembler make machine code of one. XLA compiles it inside a program, as
 it does where the card is: the passes it runs before Triton's own change shared memory and
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_compiler
+import kernel_tables
 from command_line import Parser
 from gpu_compiler import CARDS, CompilationError
 from jax._src.interpreters import mlir
@@ -189,59 +192,13 @@ def _run(program: Path, *arguments: Any) -> subprocess.CompletedProcess[str]:
     return result
 
 
-# --- the table
-
-START, END = "<!-- kernel table -->", "<!-- end of kernel table -->"
-COLUMNS = (
-    "kernel",
-    "card",
-    "registers",
-    "spill bytes",
-    "shared memory",
-    "instructions",
-    "tensor core",
-    "16-byte loads",
-    "16-byte stores",
-)
+# --- the command
 
 
-def table_row(name: str, card: str, code: MachineCode) -> list[str]:
-    """One row of the table, as text."""
-    tensor_core = ", ".join(f"{count} {name}" for name, count in sorted(code.tensor_core.items()))
-    return [
-        name,
-        card,
-        str(code.registers),
-        str(code.spill_stores + code.spill_loads),
-        f"{code.shared_memory:,}",
-        f"{code.instructions:,}",
-        tensor_core or "none",
-        str(code.global_loads[16]),
-        str(code.global_stores[16]),
-    ]
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table of rows under the table's heads."""
-    rule = ["---", "---", *["---:"] * (len(COLUMNS) - 2)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (COLUMNS, rule, *rows))
-
-
-def replace_between_marks(text: str, table: str) -> str:
-    """Replaces what stands between the two marks.
-
-    Raises:
-      ValueError: the marks are not there, or not in this order.
-    """
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"expected {START!r} and then {END!r}")
-    return f"{before}{START}\n{table}\n{END}{after}"
-
-
-def compile_shipped(cards: Sequence[str], ptxas: Path | None) -> Iterator[list[str]]:
-    """The table's rows: every tile that is shipped, for its card."""
+def compile_shipped(
+    cards: Sequence[str], ptxas: Path | None
+) -> Iterator[tuple[Any, Kernel, MachineCode]]:
+    """Every tile that is shipped, for its card: its entry, the kernel and the machine code."""
     shipped = importlib.import_module("shipped_kernels").SHIPPED
     chosen = [entry for entry in shipped if not cards or entry.card in cards]
     if not chosen:
@@ -252,15 +209,16 @@ def compile_shipped(cards: Sequence[str], ptxas: Path | None) -> Iterator[list[s
         if not kernels:
             raise ValueError(f"{entry.name}: expected a Triton kernel, found none")
         for kernel in kernels:
-            yield table_row(entry.name, entry.card, compile_kernel(kernel, entry.arch, ptxas=ptxas))
+            yield entry, kernel, compile_kernel(kernel, entry.arch, ptxas=ptxas)
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="machine_code.py",
         description="Compiles every shipped Triton tile for its card, which need not be here, and "
-        "prints a Markdown table: registers per thread, bytes spilled, bytes of shared memory, "
-        "instructions in all, those of the tensor cores, and 16-byte loads and stores.",
+        "prints two Markdown tables: registers per thread, bytes spilled, bytes of shared memory, "
+        "instructions in all, those of the tensor cores, and 16-byte loads and stores; and the "
+        "modelled time of decode batches, by term.",
         epilog=f"needs {gpu_compiler.INSTALL}",
     )
     parser.add_argument(
@@ -277,7 +235,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--update",
         type=Path,
         metavar="FILE",
-        help=f"write the table into this file, between {START} and {END}",
+        help="write the tables into this file, between their marks: "
+        + " and ".join(mark for mark, _ in kernel_tables.MARKS),
     )
     return parser
 
@@ -291,11 +250,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         document = arguments.update and arguments.update.read_text()
         if document is not None:
-            replace_between_marks(document, "")  # refused before anything is compiled
-        table = markdown(list(compile_shipped(arguments.card, arguments.ptxas)))
-        print(table)
+            kernel_tables.replace(document, ["", ""])  # refused before anything is compiled
+        compiled = list(compile_shipped(arguments.card, arguments.ptxas))
+        tables = [kernel_tables.code_table(compiled), kernel_tables.time_table(compiled)]
+        print("\n\n".join(tables))
         if document is not None:
-            arguments.update.write_text(replace_between_marks(document, table))
+            arguments.update.write_text(kernel_tables.replace(document, tables))
     except (CompilationError, ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     return 0

@@ -15,6 +15,9 @@ from jax.experimental.pallas import triton as plgpu
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import gpu_compiler
+import kernel_model
+import kernel_tables
+import launches
 import machine_code
 import triton_ir
 import whole_program
@@ -355,7 +358,14 @@ def test_trips_are_unknown_where_the_two_lists_do_not_agree():
 @pytest.fixture
 def shipped(monkeypatch):
     entry = SimpleNamespace(
-        name="double", card=H200, arch="sm_90", build=lambda: (DOUBLE, [array(512)])
+        name="double",
+        card=H200,
+        arch="sm_90",
+        build=lambda: (DOUBLE, [array(512)]),
+        queries=1,
+        requests=(3,),
+        trips=lambda: (),
+        work=lambda requests: kernel_model.Work(requests * 10**9),
     )
     module = SimpleNamespace(SHIPPED=(entry,))
     monkeypatch.setitem(sys.modules, "shipped_kernels", module)
@@ -376,20 +386,28 @@ def run(capsys):
 
 
 @compiles
-def test_the_table_goes_to_standard_output_and_between_the_marks_of_a_file(run, shipped, tmp_path):
+def test_the_tables_go_to_standard_output_and_between_the_marks_of_a_file(run, shipped, tmp_path):
     document = tmp_path / "README.md"
-    before, after = f"# Title\n{machine_code.START}\n", f"\n{machine_code.END}\nmore\n"
-    document.write_text(f"{before}old{after}")
+    (start, end), (time_start, time_end) = kernel_tables.MARKS
+    text = f"# Title\n{start}\n%s\n{end}\nbetween\n{time_start}\n%s\n{time_end}\nmore\n"
+    document.write_text(text % ("old", "old"))
     status, out, _ = run("--update", document, "--card", H200)
     assert status == 0
-    head, rule, row = out.splitlines()
+    code, times = out.rstrip().split("\n\n", 1)
+    head, rule, row = code.splitlines()
     assert head.startswith("| kernel | card | registers | spill bytes |")
     assert rule.count("---") == head.count("|") - 1
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:2] == ["double", H200]
     assert cells[3:5] == ["0", "0"]
     assert cells[6:] == ["none", "4", "4"]
-    assert document.read_text() == f"{before}{out.rstrip()}{after}"
+    head, rule, row, *_ = times.splitlines()
+    assert rule.count("---") == head.count("|") - 1
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    # 3 GB at 0.89 of 4.8 TB/s are 702 us, beside which all else is nothing.
+    assert cells[:5] == ["double", H200, "3", "1", "702.2"]
+    assert cells[8:10] == ["702.2", "bytes"]
+    assert document.read_text() == text % (code, times)
 
 
 @compiles
@@ -399,6 +417,7 @@ def test_the_table_goes_to_standard_output_and_between_the_marks_of_a_file(run, 
         (["--card", "NVIDIA GTX 1"], f"--card: expected ['{H200}'], got ['NVIDIA GTX 1']"),
         (["--update", "missing.md"], "No such file or directory: 'missing.md'"),
         (["--update", "unmarked.md"], "expected '<!-- kernel table -->' and then '<!-- end of"),
+        (["--update", "half.md"], "expected '<!-- kernel time model -->' and then '<!-- end of"),
         (["--ptxas", "missing"], "No such file or directory: 'missing'"),
         (["--unknown"], "unrecognized arguments: --unknown"),
     ],
@@ -407,6 +426,7 @@ def test_the_table_goes_to_standard_output_and_between_the_marks_of_a_file(run, 
 def test_bad_arguments_are_one_line(run, shipped, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     Path("unmarked.md").write_text("no marks\n")
+    Path("half.md").write_text("\n".join(kernel_tables.MARKS[0]))
     status, out, err = run(*arguments)
     assert (status, out) == (2, "")
     last = err.splitlines()[-1]  # after the progress, if any
@@ -423,6 +443,21 @@ def test_a_missing_tool_names_the_extra(run, monkeypatch):
         "machine_code.py: error: ptxas: expected it in an nvidia package, found none: "
         "pip install 'swa-jax[gpu-compile]'\n"
     )
+
+
+def test_launches_of_a_layer_are_those_that_one_more_layer_adds(monkeypatch, capsys):
+    def compile_step(step, config, slots, card):
+        made = 16 * (7 + 20 * config.num_layers) + 5  # of 16 steps, and 5 before their loop
+        return SimpleNamespace(
+            all_launches=made, temporary_bytes=0, loops=[], copies=lambda shape: []
+        )
+
+    monkeypatch.setattr(launches, "compile_step", compile_step)
+    monkeypatch.setattr(gpu_compiler, "missing_plugin", lambda: None)
+    assert launches.main(["--step", "decode", "--layers", "3"]) == 0
+    head, _, row = capsys.readouterr().out.splitlines()
+    assert head.startswith("| step | launches | launches of a layer |")
+    assert row.startswith("| decode | 67.3 | 20.0 |")
 
 
 def test_help_names_the_cards():

@@ -4,12 +4,14 @@ Compiled as JAX would where the card is; skipped without the extra "gpu-compile"
 """
 
 import functools
+import math
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import kernel_model
 import machine_code
 import triton_ir
 from shipped_kernels import SHIPPED
@@ -33,6 +35,7 @@ def each(entries):
 
 every_tile = each(SHIPPED)
 every_attention = each([entry for entry in SHIPPED if entry.operation == "attention"])
+every_modelled = each([entry for entry in SHIPPED if entry.requests])
 every_wide_v41 = each([entry for entry in SHIPPED if entry.fmt == V41])
 SHARED_MEMORY = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448}
 
@@ -87,3 +90,19 @@ def test_v41_rows_of_512_values_move_16_bytes_a_lane(entry):
         columns = [entry.columns] + ([512] if entry.extra else [])
         tile = choose_tile(entry.card, [entry.fmt], columns)
         assert code.global_loads[16] >= tile.keys * 512 // (16 * lanes)
+
+
+@every_modelled
+def test_the_products_that_are_modelled_are_those_of_the_operation(entry):
+    [kernel], [code] = shipped_kernels_of(entry), shipped_code(entry)
+    operations = 0.0
+    for instruction, times in kernel_model.executed(code.sass, entry.trips()):
+        if instruction.is_tensor:
+            rows, columns, depth = kernel_model.product_shape(instruction.opcode)
+            warps = kernel.num_warps / (4 if instruction.opcode.startswith("HGMMA") else 1)
+            operations += 2 * rows * columns * depth * warps * times
+    operations *= math.prod(kernel.grid) / entry.queries  # of the programs of one query
+    keys = entry.columns + (512 if entry.extra else 0)
+    needed = 0 if entry.operation == "store" else 4 * entry.heads * keys * 512
+    # On Hopper both groups of four warps of a program compute all scores.
+    assert operations == pytest.approx(needed * (1.5 if entry.arch == "sm_90" else 1))
