@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import kernel_model
+from marked_text import replace_between_marks
 
 # Each table stands between two marks of a document, in this order.
 MARKS = (
@@ -105,10 +106,6 @@ def replace(text: str, tables: Sequence[str]) -> str:
     Raises:
       ValueError: marks are not there, or not in this order.
     """
-    for (start, end), table in zip(MARKS, tables, strict=True):
-        before, start_found, rest = text.partition(start)
-        _, end_found, after = rest.partition(end)
-        if not start_found or not end_found:
-            raise ValueError(f"expected {start!r} and then {end!r}")
-        text = f"{before}{start}\n{table}\n{end}{after}"
+    for marks, table in zip(MARKS, tables, strict=True):
+        text = replace_between_marks(text, marks, table)
     return text
