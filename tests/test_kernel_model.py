@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import benchmark_shapes
+import device_shapes
 import gpu_compiler
 import kernel_model
 from kernel_model import CARD_MODELS, Instruction, Work
@@ -184,8 +184,8 @@ def test_the_bytes_are_those_that_the_benchmark_counts():
     latents, slots = np.zeros((1, n, 512), np.int16), np.zeros(n, np.int32)
     store = (None, latents, slots, np.zeros(512, floats), angles, angles)
     for inputs, (operation, entry) in zip((attention, store), entries.items(), strict=True):
-        shape = benchmark_shapes.Shape(operation, n, heads=entry.heads)
-        moved, _ = benchmark_shapes.work_of(shape, inputs, sizes)
+        shape = device_shapes.Shape(operation, n, heads=entry.heads)
+        moved, _ = device_shapes.work_of(shape, inputs, sizes)
         assert entry.work(n) == Work(moved)
 
 
