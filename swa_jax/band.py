@@ -54,8 +54,8 @@ def in_groups(
         """[B, overlap + T, ...] as [groups, B, overlap + length, ...]."""
         # Rows that are added stand after all queries, which do not see them.
         x = jnp.pad(x, ((0, 0), (0, back), *((0, 0),) * (x.ndim - 2)))
-        if not overlap:  # of one request no copy
-            return jnp.moveaxis(x.reshape(batch, groups, length, *x.shape[2:]), 1, 0)
+        if batch == 1 and not overlap:  # no copy
+            return x.reshape(groups, 1, length, *x.shape[2:])
         starts = range(0, groups * length, length)
         return jnp.stack([x[:, start : start + overlap + length] for start in starts])
 
