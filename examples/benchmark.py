@@ -27,6 +27,8 @@ SUITES = {
     "store": "benchmark_operations",
     "read": "benchmark_operations",
     "step": "benchmark_operations",
+    "layer": "benchmark_layers",
+    "prefill": "benchmark_layers",
 }
 """The module of each suite; the suite is a function of the same name."""
 

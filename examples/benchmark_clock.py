@@ -32,24 +32,28 @@ class Program:
       temporary_bytes: the largest memory beside arguments and results, by the compiler's analysis;
         None where no compiler says.
       runs: calls in a sample.
+      items: equal parts that a call does one after the other, such as chunks of a prompt: its times
+        are of one part.
     """
 
     name: str
     run: Callable[[], Any]
     temporary_bytes: int | None = None
     runs: int = 1
+    items: int = 1
 
     def prepare(self, sample_us: float) -> None:
         """Runs it until it is warm, and finds how many calls a sample of this length takes."""
         self.run()
-        self.runs = min(256, max(1, math.ceil(sample_us / self.sample())))
+        call_us = self.items * self.sample()
+        self.runs = min(256, max(1, math.ceil(sample_us / call_us)))
 
     def sample(self) -> float:
-        """Microseconds of one call, over all calls of a sample."""
+        """Microseconds of one part of a call, over all calls of a sample."""
         start = time.perf_counter_ns()
         for _ in range(self.runs):
             self.run()
-        return (time.perf_counter_ns() - start) / 1000 / self.runs
+        return (time.perf_counter_ns() - start) / 1000 / self.runs / self.items
 
 
 def compiled(name: str, function: Callable, *arguments: Any, carry: bool = False) -> Program:

@@ -125,7 +125,10 @@ def _flat(rows: KVRows) -> jax.Array:
 
 
 def read(settings: Settings) -> Iterator[Case]:
-    """Indexed attention of one query a request over the 128 rows of its window."""
+    """Indexed attention of one query a request over the 128 rows of its window.
+
+    PyTorch's attention, where it is installed, has no sink; it computes the rest.
+    """
     for n in settings.requests:
         token = _token(settings, n)
         rows = filled_rows(settings, n)
@@ -139,6 +142,11 @@ def read(settings: Settings) -> Iterator[Case]:
                 "jax.nn, bfloat16 ring", _ring_read(settings), numbers.astype(jnp.bfloat16), token
             ),
         ]
+        if settings.torch:
+            import benchmark_torch
+
+            numbers = numbers.reshape(-1, settings.width)
+            programs += benchmark_torch.read_programs(token.q, _flat(rows), numbers, indices)
         yield Case("read", f"N={n}", {"requests": n}, programs, _read_work(settings, n))
 
 

@@ -78,9 +78,15 @@ def random_values(settings: Settings, *shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(random.normal(size=(*shape, settings.width)), jnp.float32)
 
 
-def filled_rows(settings: Settings, slots: int) -> KVRows:
-    """One layer's rings, each slot's S rows quantised from random values."""
-    capacity, fmt = settings.geometry.capacity, settings.fmt
+def filled_rows(settings: Settings, slots: int, fmt: swa.KVCacheFormat | None = None) -> KVRows:
+    """One layer's rings, each slot's S rows quantised from random values.
+
+    Args:
+      settings: the sizes.
+      slots: state slots.
+      fmt: of the rows; None for that of the settings.
+    """
+    capacity, fmt = settings.geometry.capacity, fmt or settings.fmt
     values = random_values(settings, min(slots, 8), capacity, seed=1)
     data = jax.jit(quantize_rows, static_argnums=1)(values, fmt)
     data = jnp.tile(data.reshape(len(values), -1), (-(-slots // len(values)), 1))[:slots]

@@ -1,14 +1,71 @@
 """Attention of consecutive queries over consecutive rows within a window, block by block."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels.softmax import attend, round_to
 
 # Scores that are alive at once, in values: what a core's cache and the memory bound allow.
 _GROUP_SCORES = 2**21
+
+
+def in_groups(
+    function: Callable[..., Any],
+    queries: Sequence[Shaped[Array, "b t ..."]],
+    rows: Float32[Array, "b kt d"],
+    segments: Int32[Array, "b kt"],
+    *,
+    window: int,
+    heads: int,
+) -> Any:
+    """Runs a function of queries and their rows on as many queries at once as memory allows.
+
+    What the function does before and after attention so needs memory for one group of queries, and
+    not for all.
+
+    Args:
+      function: of queries [B, t, ...], rows float32[B, W - 1 + t, D] and their segments
+        int32[B, W - 1 + t]; its results are arrays [B, t, ...]. It treats each query on its own.
+      queries: arrays [B, T, ...], whatever belongs to a query. Query t belongs to row W - 1 + t.
+      rows: float32[B, W - 1 + T, D], W - 1 old rows, then T new ones.
+      segments: int32[B, W - 1 + T], each row's segment; -1 for a row that nobody sees.
+      window: W.
+      heads: H.
+
+    Returns:
+      The function's results for all queries, [B, T, ...].
+    """
+    batch, tokens = queries[0].shape[:2]
+    size = min(_block_size(window), tokens)
+    blocks = -(-tokens // size)
+    groups = _groups(blocks, batch * heads * size * (size + _behind(window, size)))
+    if groups == 1:
+        return function(queries, rows, segments)
+    length = -(-blocks // groups) * size
+    back = groups * length - tokens
+
+    def split(x, overlap):
+        """[B, overlap + T, ...] as [groups, B, overlap + length, ...]."""
+        # Rows that are added stand after all queries, which do not see them.
+        x = jnp.pad(x, ((0, 0), (0, back), *((0, 0),) * (x.ndim - 2)))
+        if batch == 1 and not overlap:  # no copy
+            return x.reshape(groups, 1, length, *x.shape[2:])
+        starts = range(0, groups * length, length)
+        return jnp.stack([x[:, start : start + overlap + length] for start in starts])
+
+    inputs = [split(x, 0) for x in queries], split(rows, window - 1), split(segments, window - 1)
+    results = lax.map(lambda group: function(*group), inputs)
+
+    def join(x):
+        return jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :tokens]
+
+    return jax.tree.map(join, results)
 
 
 def window_attention(
@@ -35,15 +92,9 @@ def window_attention(
       the sum of exponentials without the sink, -inf there. A row that is NaN reaches exactly the
       queries that see it.
     """
-    batch, tokens, heads, width = q.shape
+    tokens = q.shape[1]
     size = min(_block_size(window), tokens)
-    behind = -(-window // size) * size  # old rows of a block, a whole number of blocks
-    blocks = -(-tokens // size)
-    per_group = max(1, _GROUP_SCORES // (batch * heads * size * (size + behind)))
-    groups = -(-blocks // per_group)
-    per_group = -(-blocks // groups)  # groups of one size, as full as can be
-    padded = groups * per_group * size
-    front, back = behind - (window - 1), padded - tokens
+    front, back = _behind(window, size) - (window - 1), -tokens % size
 
     nan = jnp.any(jnp.isnan(rows), axis=-1)
     # A NaN row would reach queries that do not see it through the product with its zero
@@ -54,30 +105,12 @@ def window_attention(
     rows = jnp.pad(rows, ((0, 0), (front, back), (0, 0)))
     segments = jnp.pad(segments, ((0, 0), (front, back)), constant_values=-1)
     nan = jnp.pad(nan, ((0, 0), (front, back)))
-
-    length = per_group * size
-
-    def split(x, overlap):
-        """[B, overlap + padded, ...] as [groups, B, overlap + length, ...]."""
-        starts = range(0, padded, length)
-        return jnp.stack([x[:, start : start + overlap + length] for start in starts])
-
-    def group(args):
-        query, own, rows, segments, nan = args
-        return _blocks(query, own, rows, segments, nan, size, window, sink, scale, q.dtype)
-
-    inputs = [split(query, 0), split(own, 0)]
-    inputs += [split(x, behind) for x in (rows, segments, nan)]
-    if groups == 1:
-        out, lse = group([x[0] for x in inputs])
-    else:
-        out, lse = (jnp.moveaxis(x, 0, 1) for x in lax.map(group, inputs))
-        out, lse = (x.reshape(batch, padded, *x.shape[3:]) for x in (out, lse))
+    out, lse = _blocks(query, own, rows, segments, nan, size, window, sink, scale, q.dtype)
     return out[:, :tokens], lse[:, :tokens]
 
 
 def _blocks(query, own, rows, segments, nan, size, window, sink, scale, compute_dtype):
-    """The attention of one group of blocks, all at once."""
+    """The attention of whole blocks, all at once."""
     batch, length, heads, width = query.shape
     blocks, behind = length // size, rows.shape[1] - length
 
@@ -104,3 +137,16 @@ def _blocks(query, own, rows, segments, nan, size, window, sink, scale, compute_
 def _block_size(window: int) -> int:
     """Queries in a block: few scores are computed in vain, and products stay large."""
     return 64 if window > 32 else 16
+
+
+def _behind(window: int, size: int) -> int:
+    """Old rows of a block, a whole number of blocks."""
+    return -(-window // size) * size
+
+
+def _groups(blocks: int, scores: int) -> int:
+    """How many groups of one size blocks with so many scores each are split into."""
+    least = -(-blocks // max(1, _GROUP_SCORES // scores))
+    # Where a few groups more divide the blocks, none is padded, and so nothing is copied.
+    even = (groups for groups in range(least, 2 * least) if blocks % groups == 0)
+    return next(even, least)

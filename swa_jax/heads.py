@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels import ExtraKV, KVRows, indexed_attention, transforms
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.softmax import merge
-from swa_jax.band import window_attention
+from swa_jax.band import in_groups, window_attention
 from swa_jax.config import AttentionConfig
 
 Rotation = tuple[Float32[Array, "b t half"], Float32[Array, "b t half"]]
@@ -120,25 +120,34 @@ def attend_band(
       extra: a compressed cache in the same softmax.
       config: the layer's configuration.
     """
-    queries = prepare_queries(q, rotation, config)
     sink = sink.astype(jnp.float32)
-    out, lse = window_attention(
-        queries,
-        rows,
-        segments,
-        window=config.window,
-        sink=sink if extra is None else jnp.full_like(sink, -jnp.inf),
-        scale=jnp.float32(config.head_dim**-0.5),
-    )
-    if extra is not None:
-        count = q.shape[0] * q.shape[1]
-        more = indexed_attention(
-            queries.astype(jnp.float32).reshape(count, *q.shape[2:]),
-            extra.rows,
-            extra.indices,
-            lengths=extra.lengths,
-            implementation="xla",
+
+    def attend(queries, rows, segments):
+        q, cos, sin = queries
+        rotation = cos, sin
+        out, lse = window_attention(
+            prepare_queries(q, rotation, config),
+            rows,
+            segments,
+            window=config.window,
+            sink=sink if extra is None else jnp.full_like(sink, -jnp.inf),
+            scale=jnp.float32(config.head_dim**-0.5),
         )
-        parts = [(out, lse), tuple(x.reshape(*q.shape[:2], *x.shape[1:]) for x in more)]
-        out = merge(parts, sink)
-    return finish(out, rotation, config, q.dtype)
+        return finish(out, rotation, config, q.dtype) if extra is None else (out, lse)
+
+    found = in_groups(
+        attend, (q, *rotation), rows, segments, window=config.window, heads=q.shape[2]
+    )
+    if extra is None:
+        return found
+    count = q.shape[0] * q.shape[1]
+    queries = prepare_queries(q, rotation, config).astype(jnp.float32)
+    more = indexed_attention(
+        queries.reshape(count, *q.shape[2:]),
+        extra.rows,
+        extra.indices,
+        lengths=extra.lengths,
+        implementation="xla",
+    )
+    parts = [found, tuple(x.reshape(*q.shape[:2], *x.shape[1:]) for x in more)]
+    return finish(merge(parts, sink), rotation, config, q.dtype)
