@@ -45,7 +45,7 @@ def run_suites(
       sample_us: how long a sample takes at least.
       quiet: no progress.
     """
-    limits = machine_limits(settings.tiny)
+    limits = machine_limits(settings.tiny, settings.dtype)
     with tqdm(unit="case", file=sys.stderr, disable=quiet, leave=False) as bar:
         for name in names:
             bar.set_description(name)

@@ -173,14 +173,15 @@ class Limit:
     work: float
 
 
-def machine_limits(tiny: bool) -> dict[str, Limit]:
-    """A float32 matrix product, and an array that is read and written in place.
+def machine_limits(tiny: bool, dtype: str) -> dict[str, Limit]:
+    """A matrix product, and an array that is read and written in place.
 
     Args:
       tiny: in a rehearsal: small sizes.
+      dtype: of the matrix product.
     """
     size = 64 if tiny else PRODUCT_SIZE
-    square = jnp.ones((size, size), jnp.float32)
+    square = jnp.ones((size, size), dtype)
     array = jnp.zeros((1 << 12 if tiny else STREAM_BYTES) // 4, jnp.float32)
     product = compiled("matrix product", lambda a: a @ a, square)
     copy = compiled("copy", lambda x: (x + 1,), array, carry=True)

@@ -20,7 +20,7 @@ FLAX_REQUESTS = 8  # whose whole contexts take 1 GB
 
 
 def layer_config(settings: Settings, fmt: swa.KVCacheFormat) -> swa.AttentionConfig:
-    """DeepSeek-V4-Flash's layer in float32.
+    """DeepSeek-V4-Flash's layer in the dtype of the settings.
 
     Args:
       settings: the sizes of heads, rows and window.
@@ -34,21 +34,21 @@ def layer_config(settings: Settings, fmt: swa.KVCacheFormat) -> swa.AttentionCon
         rope_dim=2 * settings.half,
         window=settings.window,
         fmt=fmt.with_width(settings.width),
-        dtype="float32",
-        param_dtype="float32",
+        dtype=settings.dtype,
+        param_dtype=settings.dtype,
         **(small if settings.tiny else {}),
     )
 
 
 def layer_params(config: swa.AttentionConfig) -> dict[str, jax.Array]:
-    """Random float32 parameters of `attention_layer` that keep the size of what they multiply."""
+    """Random parameters of `attention_layer` that keep the size of what they multiply."""
     random = np.random.default_rng(5)
 
     def value(shape: tuple[int, ...]) -> jax.Array:
         if len(shape) == 1:
             return jnp.asarray(random.uniform(0.5, 1.5, shape), jnp.float32)
         drawn = random.standard_normal(shape, np.float32) * np.float32(shape[1] ** -0.5)
-        return jnp.asarray(drawn)
+        return jnp.asarray(drawn, config.param_dtype)
 
     return {name: value(shape) for name, shape in parameter_shapes(config).items()}
 
@@ -79,7 +79,7 @@ def layer(settings: Settings) -> Iterator[Case]:
             programs.append(_flax_step(settings, x))
         work = {
             "product": 2 * n * size + 4 * n * settings.heads * settings.window * settings.width,
-            "copy": 4 * size,
+            "copy": size * jnp.dtype(settings.dtype).itemsize,
         }
         yield Case("layer", f"N={n}", {"requests": n}, programs, work)
 
@@ -184,9 +184,10 @@ def window_peer(settings: Settings):
 
 
 def _ready_chunk(settings: Settings, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Queries float32[1, T, H, D] and rows float32[1, T, 1, D]."""
+    """Queries [1, T, H, D] and rows [1, T, 1, D]."""
     queries = random_values(settings, 1, tokens, settings.heads, seed=4)
-    return queries, random_values(settings, 1, tokens, 1, seed=3)
+    rows = random_values(settings, 1, tokens, 1, seed=3)
+    return queries.astype(settings.dtype), rows.astype(settings.dtype)
 
 
 @functools.cache
@@ -222,7 +223,7 @@ def _own_chunks(name: str, settings: Settings, tokens: int, starts: Sequence[int
 def _memory(settings: Settings, tokens: int, own: int | None) -> Iterator[Figure]:
     """Temporary memory by the compiler's analysis: the peer is compiled and not run."""
     shapes = [
-        jax.ShapeDtypeStruct((1, tokens, heads, settings.width), jnp.float32)
+        jax.ShapeDtypeStruct((1, tokens, heads, settings.width), settings.dtype)
         for heads in (settings.heads, 1)
     ]
     analysis = jax.jit(window_peer(settings)).lower(*shapes).compile().memory_analysis()

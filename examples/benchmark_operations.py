@@ -20,7 +20,7 @@ class _Token:
     Attributes:
       positions: int32[n].
       latents: float32[n, D].
-      q: float32[n, H, D].
+      q: floating[n, H, D].
       weight: float32[D], of the norm.
       sink: float32[H].
       cos: float32[n, R / 2], and so is `sin`.
@@ -42,7 +42,7 @@ def _token(settings: Settings, n: int, position: int = POSITION) -> _Token:
     return _Token(
         jnp.full(n, position, jnp.int32),
         random_values(settings, n, seed=3),
-        random_values(settings, n, settings.heads, seed=4),
+        random_values(settings, n, settings.heads, seed=4).astype(settings.dtype),
         jnp.ones(settings.width),
         jnp.zeros(settings.heads),
         *angles(settings, n),

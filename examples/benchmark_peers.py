@@ -90,5 +90,6 @@ def context_store(cache: Float32[Array, "n c 1 d"], row, positions):
 def context_read(cache: Float32[Array, "n c 1 d"], q: Float32[Array, "n h d"], positions):
     """jax.nn.dot_product_attention over the whole context."""
     visible = jnp.arange(cache.shape[1]) <= positions[:, None]
+    cache = cache.astype(q.dtype)
     out = jax.nn.dot_product_attention(q[:, None], cache, cache, mask=visible[:, None, None, :])
     return out[:, 0]

@@ -21,8 +21,9 @@ class Settings:
 
     Attributes:
       tiny: whether it is a rehearsal, in which no figure means anything.
-      torch: whether PyTorch is there, for the peers that need it.
-      transformers: whether Hugging Face transformers is there.
+      torch: whether PyTorch's peers run: it is there, and both run on the CPU.
+      transformers: whether Hugging Face's layer runs.
+      dtype: of queries and projections: that which the device computes fast in.
       requests: numbers of requests, one query each.
       heads: query heads.
       width: values in a row.
@@ -36,6 +37,7 @@ class Settings:
     tiny: bool = False
     torch: bool = False
     transformers: bool = False
+    dtype: str = "float32"
     requests: tuple[int, ...] = (1, 8, 64, 256)
     heads: int = 64
     width: int = 512
@@ -60,10 +62,12 @@ def make_settings(tiny: bool) -> Settings:
     Args:
       tiny: whether it is a rehearsal.
     """
+    on_cpu = jax.default_backend() == "cpu"
     torch, transformers = (
-        importlib.util.find_spec(name) is not None for name in ("torch", "transformers")
+        on_cpu and importlib.util.find_spec(name) is not None for name in ("torch", "transformers")
     )
-    settings = Settings(torch=torch, transformers=transformers)
+    dtype = "float32" if on_cpu else "bfloat16"
+    settings = Settings(torch=torch, transformers=torch and transformers, dtype=dtype)
     if not tiny:
         return settings
     return dataclasses.replace(
