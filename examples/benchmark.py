@@ -26,6 +26,10 @@ SUITES = {
     "store": "benchmark_operations",
     "read": "benchmark_operations",
     "step": "benchmark_operations",
+    "loop": "benchmark_loops",
+    "startup": "benchmark_startup",
+    "memory": "benchmark_memory",
+    "compile": "benchmark_memory",
 }
 """The module of each suite; the suite is a function of the same name."""
 
