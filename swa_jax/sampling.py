@@ -82,7 +82,11 @@ def request_keys(key: Key[Array, ""], batch: int) -> Key[Array, " b"]:
     Returns:
       B keys.
     """
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch, dtype=jnp.uint32))
+    return _fold_in_each(key, np.arange(batch, dtype=np.uint32))
+
+
+# One program, and not an operation of the host for each of its steps.
+_fold_in_each = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))
 
 
 def allowed_tokens(logits: Float32[Array, "b v"], sampling: Sampling) -> Bool[Array, "b v"]:
