@@ -29,6 +29,10 @@ SUITES = {
     "step": "benchmark_operations",
     "layer": "benchmark_layers",
     "prefill": "benchmark_layers",
+    "loop": "benchmark_loops",
+    "startup": "benchmark_startup",
+    "memory": "benchmark_memory",
+    "compile": "benchmark_memory",
 }
 """The module of each suite; the suite is a function of the same name."""
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 OURS = "swa_jax"
-FORMAT_BYTES = "bytes per token and layer"
-"""The figures of the memory suite that are drawn."""
+FORMAT_BYTES = "a token in a layer"
+"""How figures of the memory suite begin that are drawn."""
 
 
 def plot_all(lines: Sequence[dict], folder: Path) -> list[Path]:

@@ -22,7 +22,7 @@ class Wanted:
     """A figure that was wanted.
 
     Attributes:
-      bound: what it should be at least, or at most.
+      bound: what it should be at least, or at most; None where it is only told.
       suite: of the line.
       case: of the line; of a figure its name.
       program: of the line; "" for a figure.
@@ -30,7 +30,7 @@ class Wanted:
       at_least: whether the bound is below it.
     """
 
-    bound: float
+    bound: float | None
     suite: str
     case: str
     program: str = ""
@@ -57,11 +57,13 @@ class Wanted:
         """The figure and the bound, with the sign that stands between them."""
         value = self.found(lines)
         if value is None:
-            return f"not measured (wanted {self.bound:g})"
-        digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+            return "not measured"
+        text = f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+        if self.bound is None:
+            return text
         if self.at_least:
-            return f"{value:.{digits}f} {'≥' if value >= self.bound else '**<**'} {self.bound:g}"
-        return f"{value:.{digits}f} {'≤' if value <= self.bound else '**>**'} {self.bound:g}"
+            return f"{text} {'≥' if value >= self.bound else '**<**'} {self.bound:g}"
+        return f"{text} {'≤' if value <= self.bound else '**>**'} {self.bound:g}"
 
 
 REQUESTS = (1, 8, 64, 256)
@@ -73,7 +75,7 @@ BY_REQUESTS: dict[str, tuple[tuple[float, ...], str, str, str]] = {
     "step, beside casts of the same bytes": (
         (1.6, 1.9, 1.7, 1.9), "step", "casts, same bytes", "ratio"),
     "read, beside PyTorch's SDPA over float32 rows": (
-        (0.6, 0.8, 1.0, 1.0), "read", "torch SDPA, float32 rows", "ratio"),
+        (0.6, 0.8, 1.0, 1.0), "read", "torch, float32 ring", "ratio"),
     "step, beside a context of 4,096": (
         (16, 21, 40, 40), "step", "jax.nn, context 4,096", "ratio"),
 }  # fmt: skip
@@ -96,12 +98,46 @@ def by_requests(lines: Sequence[dict]) -> str:
 
 
 OTHERS: dict[str, Wanted] = {
-    "step, 4,096 state slots / 16": Wanted(
+    "step: 4,096 state slots / 16": Wanted(
         1.10, "step", "N=8, state slots", "4,096 slots", at_least=False),
-    "step, position 1,000,000 / 1,000": Wanted(
+    "step: position 1,000,000 / 1,000": Wanted(
         1.05, "step", "N=8, position", "position 1,000,000", at_least=False),
-    "read, 256 requests: temporary memory, MB": Wanted(
+    "read of 256 requests: temporary memory, MB": Wanted(
         8, "read", "N=256", "swa_jax", "temporary", at_least=False),
+    "layer of V4-Flash's widths, 8 requests: Hugging Face / ours": Wanted(
+        2.5, "layer", "N=8", "Hugging Face"),
+    "the same, 32 requests": Wanted(6, "layer", "N=32", "Hugging Face"),
+    "prefill of 2,048 tokens, 8 heads: `jax.nn` with a window / ours": Wanted(
+        4, "prefill", "T=2,048", "jax.nn"),
+    "prefill of 8,192 tokens: temporary memory, ours / `jax.nn`'s": Wanted(
+        0.05, "prefill", "temporary memory of 8,192 tokens, share of jax.nn's", what="value",
+        at_least=False),
+    "prefill: a token of 65,536 / of 1,024": Wanted(
+        1.1, "prefill", "each 1,024 tokens of a prompt", "prompt of 65,536", at_least=False),
+    "byte model: a Python loop, synchronised each token / one program": Wanted(
+        2.5, "loop", "N=1, 128 steps", "Python loop"),
+    "byte model: `generate` / the bare loop": Wanted(
+        1.15, "loop", "N=1, 256 tokens", "generate", at_least=False),
+    "drafts by n-grams, repetitive text: speed beside plain decoding": Wanted(
+        1.5, "loop", "repetitive text: speed beside plain decoding", what="value"),
+    "the same, drafts accepted a step": Wanted(
+        None, "loop", "repetitive text: drafts accepted a step", what="value"),
+    "the same, ordinary text: speed": Wanted(
+        None, "loop", "ordinary text: speed beside plain decoding", what="value"),
+    "the same, drafts accepted a step (ordinary text)": Wanted(
+        None, "loop", "ordinary text: drafts accepted a step", what="value"),
+    "the same, to break even": Wanted(
+        None, "loop", "ordinary text: drafts accepted a step to break even", what="value"),
+    "import beyond jax and flax, seconds": Wanted(
+        0.3, "startup", "import of swa_jax beyond jax and flax", what="value", at_least=False),
+    "`generate.py`: process start to first token, compilation included, seconds": Wanted(
+        8, "startup", "generate.py, process start to first token", what="value", at_least=False),
+    "compiling a step of V4-Flash's shape, 1 layer, seconds": Wanted(
+        None, "compile", "compile, 1 unrolled layers", what="value"),
+    "the same, 8 layers": Wanted(None, "compile", "compile, 8 unrolled layers", what="value"),
+    "the same, 43 layers": Wanted(None, "compile", "compile, 43 unrolled layers", what="value"),
+    "the same, 43 layers scanned": Wanted(
+        None, "compile", "compile, 43 scanned layers", what="value"),
 }  # fmt: skip
 """Single figures."""
 

@@ -58,3 +58,20 @@ def test_every_query_sees_its_own_window_however_many_requests(batch, tokens):
     assert largest_error(got, want) < 3e-6
     assert not got[positions < 0].any()
     assert np.all(np.abs(got[positions >= 0]).max(axis=(1, 2)) > 0)
+
+
+def test_a_row_that_is_nan_reaches_exactly_the_queries_that_see_it():
+    batch, tokens, geometry, rng = 8, 3, CONFIG.geometry, np.random.default_rng(3)
+    positions = (2 * WINDOW + np.arange(tokens, dtype=np.int32))[None].repeat(batch, axis=0)
+    meta = swa.DecodeMetadata.build(geometry, np.arange(batch, dtype=np.int32), positions)
+    rows = swa.RingCache.create(batch, 1, geometry, CONFIG.fmt).layer(0)
+    values = rng.normal(size=(rows.num_rows, CONFIG.head_dim)).astype(np.float32)
+    data = np.array(quantize_rows(values, CONFIG.fmt))
+    # The oldest row of the first query's window leaves the window of the second.
+    oldest = (2 * WINDOW - (WINDOW - 1)) % geometry.capacity
+    data[5 * geometry.capacity + oldest] = 0xFF
+    rows = store_rows(rows, data, np.arange(rows.num_rows, dtype=np.int32))
+    q = rng.normal(size=(batch, tokens, CONFIG.num_heads, CONFIG.head_dim)).astype(np.float32)
+    got = run(by_band, q, rows, meta, jnp.zeros(CONFIG.num_heads))
+    nan = np.isnan(got).any(axis=(2, 3))
+    assert np.argwhere(nan).tolist() == [[5, 0]]
