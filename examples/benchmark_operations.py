@@ -127,7 +127,8 @@ def _flat(rows: KVRows) -> jax.Array:
 def read(settings: Settings) -> Iterator[Case]:
     """Indexed attention of one query a request over the 128 rows of its window.
 
-    PyTorch's attention, where it is installed, has no sink; it computes the rest.
+    PyTorch's attention, where it is installed, has no sink; it computes the rest. The two products
+    alone, of rows that are decoded and gathered already, tell what XLA needs for those.
     """
     for n in settings.requests:
         token = _token(settings, n)
@@ -141,6 +142,7 @@ def read(settings: Settings) -> Iterator[Case]:
             compiled(
                 "jax.nn, bfloat16 ring", _ring_read(settings), numbers.astype(jnp.bfloat16), token
             ),
+            compiled("the two products alone", _products, _gathered(numbers, indices), token.q),
         ]
         if settings.torch:
             import benchmark_torch
@@ -148,6 +150,16 @@ def read(settings: Settings) -> Iterator[Case]:
             numbers = numbers.reshape(-1, settings.width)
             programs += benchmark_torch.read_programs(token.q, _flat(rows), numbers, indices)
         yield Case("read", f"N={n}", {"requests": n}, programs, _read_work(settings, n))
+
+
+def _gathered(numbers: jax.Array, indices: jax.Array) -> jax.Array:
+    """Rows [n, W, D] that indices name."""
+    return numbers.reshape(-1, numbers.shape[-1])[indices]
+
+
+def _products(rows: jax.Array, q: jax.Array) -> jax.Array:
+    scores = jnp.einsum("nkd,nhd->nkh", rows, q)
+    return jnp.einsum("nkh,nkd->nhd", scores, rows)
 
 
 def _read_work(settings: Settings, n: int) -> dict[str, float]:
@@ -169,20 +181,19 @@ def _ring_read(settings: Settings):
 def step(settings: Settings) -> Iterator[Case]:
     """A decode step's part of one layer: indices, store and read.
 
-    First for each number of requests; then for longer contexts and for more state slots, beside
-    caches that grow with them; last the step itself under conditions that should not change it.
+    First for each number of requests; then beside caches of the whole context, and for more state
+    slots; last the step itself under conditions that should not change it.
     """
     for n in settings.requests:
         yield Case("step", f"N={n}", {"requests": n}, _steps(settings, n), _read_work(settings, n))
     n, own = settings.requests[1], _own_step(settings)
-    token, rows = _token(settings, n), filled_rows(settings, n)
+    # Cases of their own: whole contexts leave nothing of the others in the processor's caches.
     for context in settings.contexts:
-        last = _token(settings, n, context - 1)
-        programs = [
-            compiled("swa_jax", own, rows, last, carry=True),
-            _context_step(settings, context, last, "jax.nn, whole context"),
-        ]
-        yield Case("step", f"N={n}, context {context:,}", {"context": context}, programs)
+        yield _context_case(settings, n, context)
+    for other in settings.requests:
+        if other != n:
+            yield _context_case(settings, other, settings.context)
+    token, rows = _token(settings, n), filled_rows(settings, n)
     for slots in settings.slots:
         many = filled_rows(settings, slots)
         ring = jnp.zeros((slots, settings.geometry.capacity, 1, settings.width))
@@ -191,7 +202,7 @@ def step(settings: Settings) -> Iterator[Case]:
             compiled("jax.nn, float32 ring", _plain_step(settings), ring, token, carry=True),
             _bfloat16_step(settings, ring, token),
         ]
-        yield Case("step", f"N={n}, {slots:,} slots", {"slots": slots}, programs)
+        yield Case("step", f"N={n}, {slots:,} slots", {"requests": n, "slots": slots}, programs)
     programs = [
         compiled(f"{slots:,} slots", own, filled_rows(settings, slots), token, carry=True)
         for slots in (settings.slots[0], settings.slots[-1])
@@ -216,7 +227,7 @@ def _own_step(settings: Settings):
 
 def _steps(settings: Settings, n: int) -> list[Program]:
     token, rows = _token(settings, n), filled_rows(settings, n)
-    capacity, window, context = settings.geometry.capacity, settings.window, settings.context
+    capacity, window = settings.geometry.capacity, settings.window
 
     def naive(data, token):
         (data,) = _naive_store(data, token)
@@ -224,13 +235,11 @@ def _steps(settings: Settings, n: int) -> list[Program]:
         return data, _naive_read(data, token, indices)
 
     ring = dequantize_rows(rows.logical(), settings.fmt)
-    last = _token(settings, n, context - 1)
     return [
         compiled("swa_jax", _own_step(settings), rows, token, carry=True),
         compiled("casts, same bytes", naive, _flat(rows), token, carry=True),
         compiled("jax.nn, float32 ring", _plain_step(settings), ring, token, carry=True),
         _bfloat16_step(settings, ring, token),
-        _context_step(settings, context, last, f"jax.nn, context {context:,}"),
     ]
 
 
@@ -247,11 +256,17 @@ def _bfloat16_step(settings: Settings, ring: jax.Array, token: _Token) -> Progra
     return compiled("jax.nn, bfloat16 ring", _plain_step(settings), ring, token, carry=True)
 
 
-def _context_step(settings: Settings, context: int, token: _Token, name: str) -> Program:
+def _context_case(settings: Settings, n: int, context: int) -> Case:
     def run(cache, token):
         row = peers.plain_row(token.latents, token.weight, token.cos, token.sin)
         cache = peers.context_store(cache, row, token.positions)
         return cache, peers.context_read(cache, token.q, token.positions)
 
-    cache = jnp.zeros((len(token.positions), context, 1, settings.width))
-    return compiled(name, run, cache, token, carry=True)
+    last = _token(settings, n, context - 1)
+    cache = jnp.zeros((n, context, 1, settings.width))
+    programs = [
+        compiled("swa_jax", _own_step(settings), filled_rows(settings, n), last, carry=True),
+        compiled("jax.nn, whole context", run, cache, last, carry=True),
+    ]
+    parameters = {"requests": n, "context": context}
+    return Case("step", f"N={n}, context {context:,}", parameters, programs)

@@ -1,5 +1,6 @@
 """The benchmark's figures: time against requests, context and slots, shares, bytes by format."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def plot_all(lines: Sequence[dict], folder: Path) -> list[Path]:
             lines, "requests", ("read", "step"), "requests, one new token each",
             "Time of one layer's read and decode step"),
         "time_by_context.png": _times(
-            lines, "context", ("step",), "tokens of context",
+            lines, "context", ("step",), "tokens of context, eight requests",
             "A ring's step does not know how long the context is"),
         "time_by_slots.png": _times(
             lines, "slots", ("step",), "state slots, eight of them in use",
@@ -57,11 +58,18 @@ def _figure(columns: int = 1) -> tuple[Any, Any]:
 
 
 def _times(lines: Sequence[dict], parameter: str, suites: Sequence[str], label: str, title: str):
+    names = {"requests", parameter}
+    timed = [
+        line for line in lines
+        if "us" in line and line["suite"] in suites and set(line["parameters"]) == names
+    ]  # fmt: skip
+    if parameter != "requests" and timed:  # of the number of requests that has most points
+        most, _ = Counter(line["parameters"]["requests"] for line in timed).most_common(1)[0]
+        timed = [line for line in timed if line["parameters"]["requests"] == most]
     panels = {}
-    for line in lines:
-        if "us" in line and line["suite"] in suites and list(line["parameters"]) == [parameter]:
-            panel = panels.setdefault(line["suite"], {})
-            panel.setdefault(line["program"], []).append((line["parameters"][parameter], line))
+    for line in timed:
+        panel = panels.setdefault(line["suite"], {})
+        panel.setdefault(line["program"], []).append((line["parameters"][parameter], line))
     if not panels:
         return None
     figure, axes = _figure(len(panels))

@@ -18,6 +18,8 @@ import benchmark_plots
 import benchmark_table
 from benchmark_settings import make_settings
 
+ROOT = Path(__file__).parents[1]
+
 # --- the clock
 
 
@@ -287,9 +289,19 @@ def test_the_tables_replace_what_stands_between_their_marks(tmp_path, capsys):
     assert capsys.readouterr().out.strip() in text
 
 
-def test_every_figure_that_is_wanted_is_named_as_a_suite_names_it():
-    suites = {wanted.suite for wanted in benchmark_table.OTHERS.values()}
-    suites |= {suite for _, suite, _, _ in benchmark_table.BY_REQUESTS.values()}
-    assert suites <= set(benchmark.SUITES)
+def test_what_is_wanted_is_measured_under_its_names():
+    # The lines that are committed: made by every suite, with all peers.
+    lines = benchmark_lines.load(ROOT / "benchmarks" / "cpu.jsonl")
+    assert "not measured" not in benchmark_table.tables(lines)
+
+
+def test_the_readme_has_the_tables_of_the_lines_that_are_committed():
+    lines = benchmark_lines.load(ROOT / "benchmarks" / "cpu.jsonl")
+    table = "\n".join(benchmark_table.MARKS).replace("\n", f"\n{benchmark_table.tables(lines)}\n")
+    assert table in (ROOT / "README.md").read_text()
+
+
+def test_lines_without_anything_to_draw_are_refused(tmp_path):
     with pytest.raises(ValueError, match="found none"):
-        benchmark_plots.plot_all([benchmark_lines.header()], Path("."))
+        benchmark_plots.plot_all([benchmark_lines.header()], tmp_path)
+    assert not list(tmp_path.iterdir())
