@@ -16,7 +16,7 @@ from pallas_kernels import (
     KVRows,
     fused_store,
     quantize_rows,
-    triton_common,
+    triton_launch,
     triton_rows,
 )
 
@@ -36,7 +36,7 @@ def _cast_kernel(row_ref, out_ref, *, fmt, floor):
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _cast_by_kernel(rows, fmt: KVCacheFormat, floor: str, implementation: str):
     """`quantize_rows` by the code that the fused store's kernel consists of."""
-    return triton_common.launch(
+    return triton_launch.launch(
         functools.partial(_cast_kernel, fmt=fmt, floor=floor),
         [rows],
         jax.ShapeDtypeStruct((len(rows), fmt.row_bytes), jnp.uint8),

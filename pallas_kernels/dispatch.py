@@ -6,6 +6,7 @@ also in one saved program: an operation is a JAX primitive whose lowering for CU
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Hashable
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -91,6 +92,31 @@ class Operation:
         leaves = [jax.numpy.asarray(leaf) for leaf in leaves]
         _, result_tree = _results(call.xla, tuple(jax.typeof(leaf) for leaf in leaves))
         return jax.tree.unflatten(result_tree, _primitive.bind(*leaves, call=call))
+
+
+def operation(name: str, xla: Callable[..., Any], backend: str) -> Operation:
+    """An operation whose kernel is in a module that is imported when it is first asked for.
+
+    A program that only imports the package does not wait for Pallas; and where JAX has no Triton
+    lowering any more, the operation is XLA's, and who names the kernel is told why.
+
+    Args:
+      name: of the operation, and of the kernel in its module.
+      xla: the definition.
+      backend: the module, which has a `refusal` as well.
+    """
+
+    def kernel(*operands, **options):
+        return getattr(importlib.import_module(backend), name)(*operands, **options)
+
+    def refusal(*operands, **options):
+        try:
+            module = importlib.import_module(backend)
+        except ImportError as error:
+            return f"needs Pallas' Triton lowering, which JAX {jax.__version__} lacks ({error})"
+        return module.refusal(*operands, **options)
+
+    return Operation(name, xla, kernel, refusal)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import re
+import sys
 
 import chex
 import jax
@@ -9,6 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import (
@@ -183,6 +186,19 @@ def test_bad_arguments_come_before_the_choice(operation):
 
 
 # --- refusals: an error where the kernel is named, XLA where it is not
+
+
+@by_operation
+def test_where_pallas_has_no_triton_xla_goes_on_and_the_kernel_says_why(operation, monkeypatch):
+    for name in [n for n in sys.modules if n.startswith("pallas_kernels.") and ".triton" in n]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    monkeypatch.delattr(pallas, "triton", raising=False)
+    call, arguments = OPERATIONS[operation]
+    assert_trees_equal(call(*arguments()), call(*arguments(), implementation="xla"))
+    lacks = rf"'triton' needs Pallas' Triton lowering, which JAX {re.escape(jax.__version__)} lacks"
+    with pytest.raises(NotImplementedError, match=lacks):
+        call(*arguments(), implementation="triton")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])

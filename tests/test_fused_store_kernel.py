@@ -20,7 +20,7 @@ from pallas_kernels import (
     KVRows,
     quantize_rows,
     transforms,
-    triton_common,
+    triton_launch,
     triton_rows,
 )
 from pallas_kernels.fused_store import triton
@@ -55,7 +55,7 @@ def cast_kernel(row_ref, out_ref, *, fmt, floor):
 
 @functools.partial(jax.jit, static_argnames=("fmt", "floor"))
 def cast_by_kernel(rows, fmt, floor="amax"):
-    return triton_common.launch(
+    return triton_launch.launch(
         functools.partial(cast_kernel, fmt=fmt, floor=floor),
         [rows],
         jax.ShapeDtypeStruct((len(rows), fmt.row_bytes), jnp.uint8),

@@ -26,6 +26,7 @@ from pallas_kernels import (
     KVCacheFormat,
     KVRows,
     triton_common,
+    triton_launch,
 )
 from pallas_kernels.indexed_attention import triton
 
@@ -640,13 +641,13 @@ def test_queries_taken_in_parts_have_the_same_bits(monkeypatch):
     monkeypatch.setattr(triton_common, "MAX_BYTES", 3 * case.q.size * 4 - 1)
     monkeypatch.setattr(triton_common, "too_large", lambda *arrays: None)
     sizes = []
-    launch = triton_common.launch
+    launch = triton_launch.launch
 
     def spy(kernel, operands, out, **options):
         sizes.append(out[0].shape[0])
         return launch(kernel, operands, out, **options)
 
-    monkeypatch.setattr(triton_common, "launch", spy)
+    monkeypatch.setattr(triton_launch, "launch", spy)
     jax.clear_caches()
     got = case.attend("interpret")
     assert sizes == [len(case.q) // 2, -(-len(case.q) // 2)]

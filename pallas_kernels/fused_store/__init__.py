@@ -5,11 +5,11 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from pallas_kernels import checks, dispatch
 from pallas_kernels.formats import SCALE_FLOORS, ScaleFloor, check_cache_format
-from pallas_kernels.fused_store import triton, xla
+from pallas_kernels.fused_store import xla
 from pallas_kernels.storage import KVRows, check_rows
 from pallas_kernels.transforms import PAIRINGS
 
-OPERATION = dispatch.Operation("fused_store", xla.fused_store, triton.fused_store, triton.refusal)
+OPERATION = dispatch.operation("fused_store", xla.fused_store, "pallas_kernels.fused_store.triton")
 
 
 def fused_store(

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import triton_common, triton_rows
+from pallas_kernels import triton_common, triton_launch, triton_rows
 from pallas_kernels.formats import ScaleFloor
 from pallas_kernels.storage import ALIGNMENT, KVRows
 
@@ -125,7 +125,7 @@ def fused_store(
     operands = [latents, slots, rows.start.reshape(1), norm_weight]
     if cos.shape[1]:
         operands += [cos, sin]
-    data = triton_common.launch(
+    data = triton_launch.launch(
         kernel,
         [*operands, rows.data],
         jax.ShapeDtypeStruct(rows.data.shape, rows.data.dtype),

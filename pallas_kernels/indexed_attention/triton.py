@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
-from pallas_kernels import codec, transforms, triton_common, triton_rows
+from pallas_kernels import codec, transforms, triton_common, triton_launch, triton_rows
 from pallas_kernels.formats import KVCacheFormat, quantize_rows
 from pallas_kernels.indexed_attention import triton_tiles as tiles
 from pallas_kernels.indexed_attention.triton_tiles import Tile
@@ -134,7 +134,7 @@ def indexed_attention(
     results = [out, lse]
     if pieces > 1:
         results = [float32((n, pieces, heads, width)), *[float32((n, pieces, heads))] * 2]
-    results = triton_common.launch(
+    results = triton_launch.launch(
         kernel,
         leaves,
         results,
