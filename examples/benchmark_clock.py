@@ -44,12 +44,16 @@ class Program:
 
     def prepare(self, sample_us: float) -> None:
         """Runs it until it is warm, and finds how many calls a sample of this length takes."""
-        self.run()
         call_us = self.items * self.sample()
         self.runs = min(256, max(1, math.ceil(sample_us / call_us)))
 
     def sample(self) -> float:
-        """Microseconds of one part of a call, over all calls of a sample."""
+        """Microseconds of one part of a call, over all calls of a sample.
+
+        A call before them is not timed: it finds in the processor's caches what the program before
+        it left there, and leaves its own.
+        """
+        self.run()
         start = time.perf_counter_ns()
         for _ in range(self.runs):
             self.run()

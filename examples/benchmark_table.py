@@ -58,7 +58,7 @@ class Wanted:
         value = self.found(lines)
         if value is None:
             return "not measured"
-        text = f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+        text = f"{value:.3f}" if value < 0.1 else f"{value:.{max(0, 3 - len(str(int(value))))}f}"
         if self.bound is None:
             return text
         if self.at_least:
