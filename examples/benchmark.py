@@ -78,8 +78,20 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--suite", default=",".join(SUITES), metavar="NAME,NAME", help="what to time")
-    add("--rounds", type=int, default=15, metavar="N", help="samples of each program")
-    add("--sample", type=float, default=10.0, metavar="MS", help="shortest sample, milliseconds")
+    add(
+        "--rounds",
+        type=int,
+        default=15,
+        metavar="N",
+        help="samples of each program; fewer of a case that takes longer than 40 s",
+    )
+    add(
+        "--sample",
+        type=float,
+        default=10.0,
+        metavar="MS",
+        help="shortest sample, milliseconds; 256 calls at most",
+    )
     add("--out", type=Path, metavar="FILE", default=argparse.SUPPRESS,
         help="write every line as JSON as soon as it is measured")  # fmt: skip
     add("--compare", type=Path, metavar="OLD", default=argparse.SUPPRESS,

@@ -43,7 +43,7 @@ class Program:
     items: int = 1
 
     def prepare(self, sample_us: float) -> None:
-        """Runs it until it is warm, and finds how many calls a sample of this length takes."""
+        """Runs it, and finds how many calls a sample of this length takes."""
         call_us = self.items * self.sample()
         self.runs = min(256, max(1, math.ceil(sample_us / call_us)))
 

@@ -56,8 +56,8 @@ def layer_params(config: swa.AttentionConfig) -> dict[str, jax.Array]:
 def layer(settings: Settings) -> Iterator[Case]:
     """An attention layer's decode step of one token a request, its parameters read once.
 
-    Beside the layer of Hugging Face, which computes the same, and Flax's own attention with its
-    decode cache, which is another layer of the same width: full attention over the whole context.
+    Beside the layer of Hugging Face, eager, which computes the same, and Flax's own attention with
+    its decode cache, another layer of the same width: full attention over the whole context.
     """
     config = layer_config(settings, settings.fmt)
     params = layer_params(config)

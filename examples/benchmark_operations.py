@@ -142,13 +142,19 @@ def read(settings: Settings) -> Iterator[Case]:
             compiled(
                 "jax.nn, bfloat16 ring", _ring_read(settings), numbers.astype(jnp.bfloat16), token
             ),
-            compiled("the two products alone", _products, _gathered(numbers, indices), token.q),
+            compiled(
+                "the two products alone",
+                _products,
+                _gathered(numbers, indices).astype(settings.dtype),
+                token.q,
+            ),
         ]
         if settings.torch:
             import benchmark_torch
 
-            numbers = numbers.reshape(-1, settings.width)
-            programs += benchmark_torch.read_programs(token.q, _flat(rows), numbers, indices)
+            ring, capacity = numbers[:, :, 0], settings.geometry.capacity
+            visible = peers.ring_visible(token.positions, capacity, settings.window)
+            programs += benchmark_torch.read_programs(token.q, _flat(rows), ring, visible, indices)
         yield Case("read", f"N={n}", {"requests": n}, programs, _read_work(settings, n))
 
 
@@ -181,8 +187,8 @@ def _ring_read(settings: Settings):
 def step(settings: Settings) -> Iterator[Case]:
     """A decode step's part of one layer: indices, store and read.
 
-    First for each number of requests; then beside caches of the whole context, and for more state
-    slots; last the step itself under conditions that should not change it.
+    First for each number of requests; then beside full attention over the whole context, and for
+    more state slots; last the step itself under conditions that should not change it.
     """
     for n in settings.requests:
         yield Case("step", f"N={n}", {"requests": n}, _steps(settings, n), _read_work(settings, n))
@@ -266,7 +272,7 @@ def _context_case(settings: Settings, n: int, context: int) -> Case:
     cache = jnp.zeros((n, context, 1, settings.width))
     programs = [
         compiled("swa_jax", _own_step(settings), filled_rows(settings, n), last, carry=True),
-        compiled("jax.nn, whole context", run, cache, last, carry=True),
+        compiled("jax.nn, full attention", run, cache, last, carry=True),
     ]
     parameters = {"requests": n, "context": context}
     return Case("step", f"N={n}, context {context:,}", parameters, programs)

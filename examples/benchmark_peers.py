@@ -7,7 +7,7 @@ slot for each position modulo its size, as ours has.
 import jax
 import jax.numpy as jnp
 from benchmark_settings import EPS
-from jaxtyping import Array, Float, Float32, Int32, UInt8
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8
 
 
 def plain_row(latents, weight, cos, sin) -> Float32[Array, "n d"]:
@@ -33,12 +33,16 @@ def ring_store(ring: Float[Array, "slots s 1 d"], row, positions: Int32[Array, "
     return ring.at[requests, positions % ring.shape[1], 0].set(row.astype(ring.dtype))
 
 
+def ring_visible(positions: Int32[Array, " n"], capacity: int, window: int) -> Bool[Array, "n s"]:
+    """Rows of each ring that are of the window of the request's position."""
+    age = (positions[:, None] - jnp.arange(capacity)) % capacity
+    return (age < window) & (age <= positions[:, None])
+
+
 def ring_read(ring: Float[Array, "slots s 1 d"], q: Float32[Array, "n h d"], positions, window):
     """jax.nn.dot_product_attention over whole rings under a mask; the row is key and value."""
-    n, capacity = len(q), ring.shape[1]
-    age = (positions[:, None] - jnp.arange(capacity)) % capacity
-    visible = (age < window) & (age <= positions[:, None])
-    rings = ring[:n].astype(q.dtype)
+    visible = ring_visible(positions, ring.shape[1], window)
+    rings = ring[: len(q)].astype(q.dtype)
     out = jax.nn.dot_product_attention(q[:, None], rings, rings, mask=visible[:, None, None, :])
     return out[:, 0]
 
@@ -88,7 +92,7 @@ def context_store(cache: Float32[Array, "n c 1 d"], row, positions):
 
 
 def context_read(cache: Float32[Array, "n c 1 d"], q: Float32[Array, "n h d"], positions):
-    """jax.nn.dot_product_attention over the whole context."""
+    """jax.nn.dot_product_attention over the whole context: full attention and no window."""
     visible = jnp.arange(cache.shape[1]) <= positions[:, None]
     cache = cache.astype(q.dtype)
     out = jax.nn.dot_product_attention(q[:, None], cache, cache, mask=visible[:, None, None, :])

@@ -118,7 +118,7 @@ def _shares(lines: Sequence[dict]):
     ticks = sorted({n for points in series.values() for n, _ in points})
     axis.set(
         xscale="log", ylim=(0, 1), xlabel="requests, one new token each",
-        ylabel="share of the rate of a large float32 matrix product",
+        ylabel="share of the rate of a large matrix product",
         title="How near a decode step is to what the processor can multiply",
     )  # fmt: skip
     axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])

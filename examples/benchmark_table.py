@@ -1,4 +1,4 @@
-r"""What a benchmark found beside what was wanted, as tables for people.
+r"""What a benchmark found beside its targets, as tables for people.
 
 python examples/benchmark_table.py benchmark.jsonl
 python examples/benchmark_table.py benchmark.jsonl --update README.md
@@ -73,9 +73,11 @@ BY_REQUESTS: dict[str, tuple[tuple[float | None, ...], str, str, str, str]] = {
         (0.30, 0.55, 0.70, 0.60), "read", "N={}", "swa_jax", "share"),
     "read, beside its two matrix products alone": (
         NO_BOUNDS, "read", "N={}", "the two products alone", "ratio"),
-    "read, beside PyTorch's SDPA over float32 rows, no sink": (
-        (0.6, 0.8, 1.0, 1.0), "read", "N={}", "torch, float32 ring", "ratio"),
-    "read, beside PyTorch's SDPA over the same bytes": (
+    "read, beside PyTorch's SDPA, float32 rows gathered, no sink": (
+        (0.6, 0.8, 1.0, 1.0), "read", "N={}", "torch, float32 rows gathered", "ratio"),
+    "read, beside PyTorch's SDPA, float32 rings under a mask, no sink": (
+        NO_BOUNDS, "read", "N={}", "torch, float32 ring", "ratio"),
+    "read, beside PyTorch's SDPA, the same bytes": (
         NO_BOUNDS, "read", "N={}", "torch, same bytes", "ratio"),
     "step, beside `jax.nn` over a float32 ring": (
         (1.4, 2.2, 2.5, 3.0), "step", "N={}", "jax.nn, float32 ring", "ratio"),
@@ -83,8 +85,8 @@ BY_REQUESTS: dict[str, tuple[tuple[float | None, ...], str, str, str, str]] = {
         NO_BOUNDS, "step", "N={}", "jax.nn, bfloat16 ring", "ratio"),
     "step, beside casts of the same bytes": (
         (1.6, 1.9, 1.7, 1.9), "step", "N={}", "casts, same bytes", "ratio"),
-    "step, beside a cache of 4,096 tokens": (
-        (16, 21, 40, 40), "step", "N={}, context 4,096", "jax.nn, whole context", "ratio"),
+    "step, beside full attention over 4,096 tokens": (
+        (16, 21, 40, 40), "step", "N={}, context 4,096", "jax.nn, full attention", "ratio"),
 }  # fmt: skip
 """Bounds for each number of requests, suite, case, program and what of it."""
 
@@ -92,7 +94,7 @@ BY_REQUESTS: dict[str, tuple[tuple[float | None, ...], str, str, str, str]] = {
 def by_requests(lines: Sequence[dict]) -> str:
     """The table with a column for each number of requests."""
     rows = [
-        ["time of the other / ours", *(f"N={n}" for n in REQUESTS)],
+        ["", *(f"N={n}" for n in REQUESTS)],
         ["---", *("---:" for _ in REQUESTS)],
     ]
     for label, (bounds, suite, case, program, what) in BY_REQUESTS.items():
@@ -111,9 +113,9 @@ OTHERS: dict[str, Wanted] = {
         1.05, "step", "N=8, position", "position 1,000,000", at_least=False),
     "read of 256 requests: temporary memory, MB": Wanted(
         8, "read", "N=256", "swa_jax", "temporary", at_least=False),
-    "layer of V4-Flash's widths, 8 requests: Hugging Face / ours": Wanted(
-        2.5, "layer", "N=8", "Hugging Face"),
-    "the same, 32 requests": Wanted(6, "layer", "N=32", "Hugging Face"),
+    "layer of V4-Flash's widths, 8 requests: Hugging Face, eager / ours": Wanted(
+        2.5, "layer", "N=8", "Hugging Face, eager"),
+    "the same, 32 requests": Wanted(6, "layer", "N=32", "Hugging Face, eager"),
     "prefill of 2,048 tokens, 8 heads: `jax.nn` with a window / ours": Wanted(
         4, "prefill", "T=2,048", "jax.nn"),
     "prefill of 8,192 tokens: temporary memory, ours / `jax.nn`'s": Wanted(
@@ -151,7 +153,7 @@ OTHERS: dict[str, Wanted] = {
 
 def others(lines: Sequence[dict]) -> str:
     """The table of single figures."""
-    rows = [["figure", "measured, wanted"], ["---", "---:"]]
+    rows = [["figure", "measured, target"], ["---", "---:"]]
     rows += [[label, wanted.text(lines)] for label, wanted in OTHERS.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -175,7 +177,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
     parser = Parser(
         prog="benchmark_table.py",
-        description="Prints what a benchmark measured beside what was wanted, as Markdown.",
+        description="Prints what a benchmark measured beside its targets, as Markdown.",
     )
     parser.add_argument("lines", type=Path, metavar="FILE", help="what benchmark.py --out wrote")
     parser.add_argument(

@@ -25,51 +25,66 @@ def tensor(array: Any) -> torch.Tensor:
 
 
 def torch_program(name: str, function: Callable[..., Any], *arguments: torch.Tensor) -> Program:
-    """A function of tensors as a program, on all cores and without gradients."""
+    """A function of tensors as a program, without gradients and uncompiled."""
 
     def run() -> None:
         with torch.inference_mode():
             function(*arguments)
 
-    torch.set_num_threads(os.cpu_count() or 1)
     return Program(name, run)
 
 
-def read_programs(q, data, numbers, indices) -> list[Program]:
-    """Attention over the rows that indices name, of numbers and of bytes.
+def read_programs(q, data, ring, visible, indices) -> list[Program]:
+    """Attention over rings of numbers, over their gathered rows, and over gathered rows of bytes.
 
     Args:
       q: float32[n, H, D].
-      data: uint8[rows, row_bytes].
-      numbers: float32[rows, D], those that the bytes stand for.
-      indices: int32[n, W], 0 or more.
+      data: uint8[n * S, row_bytes].
+      ring: float32[n, S, D], the numbers that the bytes stand for.
+      visible: bool[n, S], the rows of the window.
+      indices: int32[n, W], the same rows, 0 or more.
     """
-    q, data, numbers, indices = map(tensor, (q, data, numbers, indices))
+    q, data, ring, visible, indices = map(tensor, (q, data, ring, visible, indices))
     return [
-        torch_program("torch, float32 ring", float_read, q, numbers, indices),
+        torch_program("torch, float32 ring", ring_read, q, ring, visible),
+        torch_program("torch, float32 rows gathered", gathered_read, q, ring, indices),
         torch_program("torch, same bytes", byte_read, q, data, indices),
     ]
 
 
-def float_read(q: torch.Tensor, numbers: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """scaled_dot_product_attention over gathered rows, which knows no sink.
+def ring_read(q: torch.Tensor, ring: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """scaled_dot_product_attention over whole rings under a mask; it knows no sink.
 
     The heads stand where it expects a sequence of queries: over one key that all heads share it is
     fastest so.
 
     Args:
       q: float32[n, H, D].
-      numbers: float32[rows, D], key and value at once.
+      ring: float32[n, S, D], key and value at once.
+      visible: bool[n, S].
+
+    Returns:
+      float32[n, H, D].
+    """
+    return _attention(q, ring, visible[:, None, None])
+
+
+def gathered_read(q: torch.Tensor, ring: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """The same over the rows that indices name, gathered.
+
+    Args:
+      q: float32[n, H, D].
+      ring: float32[n, S, D], key and value at once.
       indices: int32[n, W], 0 or more.
 
     Returns:
       float32[n, H, D].
     """
-    return _attention(q, _gather(numbers, indices))
+    return _attention(q, _gather(ring.flatten(0, 1), indices))
 
 
 def byte_read(q: torch.Tensor, data: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """The same over rows of e4m3 codes and ue8m0 scales for 32 values each.
+    """Attention over gathered rows of e4m3 codes and ue8m0 scales for 32 values each.
 
     Args:
       q: float32[n, H, D].
@@ -89,9 +104,9 @@ def _gather(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return rows.index_select(0, indices.flatten()).unflatten(0, indices.shape)
 
 
-def _attention(q: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _attention(q: torch.Tensor, rows: torch.Tensor, visible: Any = None) -> torch.Tensor:
     key = rows[:, None]
-    return F.scaled_dot_product_attention(q[:, None], key, key)[:, 0]
+    return F.scaled_dot_product_attention(q[:, None], key, key, attn_mask=visible)[:, 0]
 
 
 class HuggingFaceLayer:
@@ -155,7 +170,7 @@ class HuggingFaceLayer:
         Args:
           x: float32[n, 1, hidden].
         """
-        return torch_program("Hugging Face", self.step, tensor(x))
+        return torch_program("Hugging Face, eager", self.step, tensor(x))
 
 
 def _hugging_face_config(config: swa.AttentionConfig):

@@ -1,4 +1,4 @@
-"""The benchmark's report: a JSON file that is always whole, a Markdown table and a figure."""
+"""The device check's report: a JSON file that is always whole, a Markdown table and a figure."""
 
 import json
 import os

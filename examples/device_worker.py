@@ -1,4 +1,4 @@
-"""The process in which benchmark.py's stages run; it answers on its standard output."""
+"""The process in which the device check's stages run; it answers on its standard output."""
 
 import dataclasses
 import os

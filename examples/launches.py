@@ -68,7 +68,7 @@ def compile_step(step: str, config: swa.DecoderConfig, slots: int, card: str) ->
     requests = _integers(REQUESTS)
     if step == "decode":
 
-        def decode(params, cache, requests):
+        def decode(params, cache, requests, temperature):
             state = decoding.DecodeState(
                 cache=cache,
                 state_ids=requests,
@@ -78,11 +78,14 @@ def compile_step(step: str, config: swa.DecoderConfig, slots: int, card: str) ->
                 oldest=requests,
                 highest=requests,
                 stop_tokens=requests[:, None],
-                sampling=swa.Sampling.build(REQUESTS, temperature=1.0),
+                sampling=swa.Sampling.build(REQUESTS, temperature=temperature),
             )
             return decoding.decode_block(model, params, state, DECODE_STEPS)
 
-        return compile_program(decode, (params, cache, requests), donate=1, card=card)
+        # An argument: a constant would settle which way of choosing tokens is compiled.
+        temperature = jax.ShapeDtypeStruct((REQUESTS,), jnp.float32)
+        arguments = (params, cache, requests, temperature)
+        return compile_program(decode, arguments, donate=1, card=card)
     if step == "verify":
 
         def verify(params, cache, requests, tokens):

@@ -113,6 +113,8 @@ def operation(name: str, xla: Callable[..., Any], backend: str) -> Operation:
         try:
             module = importlib.import_module(backend)
         except ImportError as error:
+            if not (error.name or "").startswith("jax"):
+                raise
             return f"needs Pallas' Triton lowering, which JAX {jax.__version__} lacks ({error})"
         return module.refusal(*operands, **options)
 

@@ -24,7 +24,7 @@ def in_groups(
     window: int,
     heads: int,
 ) -> Any:
-    """Runs a function of queries and their rows on as many queries at once as memory allows.
+    """Runs a function of queries and their rows on so many queries at once that memory is bounded.
 
     What the function does before and after attention so needs memory for one group of queries, and
     not for all.
@@ -147,6 +147,6 @@ def _behind(window: int, size: int) -> int:
 def _groups(blocks: int, scores: int) -> int:
     """How many groups of one size blocks with so many scores each are split into."""
     least = -(-blocks // max(1, _GROUP_SCORES // scores))
-    # Where a few groups more divide the blocks, none is padded, and so nothing is copied.
+    # Where a few groups more divide the blocks, none is padded, and so no queries are copied.
     even = (groups for groups in range(least, 2 * least) if blocks % groups == 0)
     return next(even, least)

@@ -94,22 +94,17 @@ def allowed_tokens(logits: Float32[Array, "b v"], sampling: Sampling) -> Bool[Ar
 
     top-p counts probabilities at the request's temperature.
     """
-
-    def ranked(logits):
-        order = jnp.argsort(logits, axis=-1, descending=True)
-        scores = jnp.take_along_axis(_at_temperature(logits, sampling), order, axis=-1)
-        probability = jax.nn.softmax(scores, axis=-1)
-        before = jnp.cumsum(probability, axis=-1) - probability
-        rank = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, :]
-        limit = jnp.where(sampling.top_k > 0, sampling.top_k, logits.shape[-1])
-        mass = sampling.top_p[:, None]
-        # the rounded sum may reach 1 early, and at 1 nothing is left out
-        keep = (rank < limit[:, None]) & ((before < mass) | (mass >= 1))
-        keep = keep | (rank == 0)
-        return jnp.take_along_axis(keep, jnp.argsort(order, axis=-1), axis=-1)
-
-    restricted = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1))
-    return lax.cond(restricted, ranked, lambda logits: jnp.ones(logits.shape, bool), logits)
+    order = jnp.argsort(logits, axis=-1, descending=True)
+    scores = jnp.take_along_axis(_at_temperature(logits, sampling), order, axis=-1)
+    probability = jax.nn.softmax(scores, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    rank = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, :]
+    limit = jnp.where(sampling.top_k > 0, sampling.top_k, logits.shape[-1])
+    mass = sampling.top_p[:, None]
+    # the rounded sum may reach 1 early, and at 1 nothing is left out
+    keep = (rank < limit[:, None]) & ((before < mass) | (mass >= 1))
+    keep = keep | (rank == 0)
+    return jnp.take_along_axis(keep, jnp.argsort(order, axis=-1), axis=-1)
 
 
 def perturbed_scores(
@@ -128,12 +123,8 @@ def perturbed_scores(
     def noise(key, position):
         return jax.random.gumbel(jax.random.fold_in(key, position), logits.shape[-1:], jnp.float32)
 
-    def draw(logits):
-        drawn = _at_temperature(logits, sampling) + jax.vmap(noise)(sampling.keys, positions)
-        return jnp.where(sampling.temperature[:, None] > 0, drawn, logits)
-
-    # Random bits take a tenth of a small model's step on CPUs.
-    return lax.cond(jnp.any(sampling.temperature > 0), draw, lambda logits: logits, logits)
+    drawn = _at_temperature(logits, sampling) + jax.vmap(noise)(sampling.keys, positions)
+    return jnp.where(sampling.temperature[:, None] > 0, drawn, logits)
 
 
 def sample(
@@ -150,9 +141,23 @@ def sample(
       int32[B].
     """
     logits = logits.astype(jnp.float32)
-    scores = perturbed_scores(logits, positions, sampling)
-    scores = jnp.where(allowed_tokens(logits, sampling), scores, -jnp.inf)
-    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+    def best():
+        return jnp.argmax(logits, axis=-1)
+
+    def drawn():
+        return jnp.argmax(perturbed_scores(logits, positions, sampling), axis=-1)
+
+    def drawn_among_allowed():
+        scores = perturbed_scores(logits, positions, sampling)
+        return jnp.argmax(jnp.where(allowed_tokens(logits, sampling), scores, -jnp.inf), axis=-1)
+
+    # Noise takes a tenth of a small model's step on CPUs, and sorting more: only where a request
+    # needs it. One choice and not two, as each may cost a GPU a word to its host.
+    draws = jnp.any(sampling.temperature > 0)
+    restricted = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1))
+    kind = jnp.where(draws, 1 + restricted.astype(jnp.int32), 0)
+    return lax.switch(kind, (best, drawn, drawn_among_allowed)).astype(jnp.int32)
 
 
 def _at_temperature(logits, sampling) -> Float32[Array, "b v"]:

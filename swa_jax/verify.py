@@ -10,15 +10,17 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import KVRows, dequantize_rows
+from pallas_kernels import KVRows, dequantize_rows, load_rows
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.indexed_attention import OPERATION as INDEXED_ATTENTION
 from pallas_kernels.softmax import attend, round_to
 from pallas_kernels.storage import gather_rows, is_valid_index
 from swa_jax.config import AttentionConfig
-from swa_jax.heads import Rotation, attend_indexed, finish, prepare_queries
+from swa_jax.heads import Rotation, attend_band, attend_indexed, finish, prepare_queries
 from swa_jax.metadata import DecodeMetadata
 
+# Tokens whose scores are computed in one piece. Those of more are mostly outside of the window.
+_TOKENS = 64
 # Requests at once: memory for decoded rows does not grow with the batch.
 _REQUESTS = 8
 
@@ -55,7 +57,11 @@ def verify_attention(
 def _by_band(q, rows, meta, sink, cos, sin, *, config: AttentionConfig):
     def group(inputs):
         q, slots, cos, sin = inputs
-        return _attend_band(q, rows, slots, sink, (cos, sin), config)
+        if q.shape[1] <= _TOKENS:
+            return _attend_band(q, rows, slots, sink, (cos, sin), config)
+        decoded = dequantize_rows(load_rows(rows, slots), rows.fmt)
+        segments = jnp.where(slots >= 0, 0, -1)
+        return attend_band(q, (cos, sin), decoded, segments, sink, None, config)
 
     inputs = (q, _band_slots(meta), cos, sin)
     batch = q.shape[0]
@@ -81,7 +87,7 @@ def _attend_band(
     rotation: Rotation,
     config: AttentionConfig,
 ) -> Float[Array, "b t h d"]:
-    """Query t sees the rows of slots t to t + W - 1, as far as there are any."""
+    """Query t sees the rows of slots t to t + W - 1, as far as there are any; of a few queries."""
     batch, tokens, heads, width = q.shape
     valid = is_valid_index(rows, slots)
     # Row 0 stands in for none. Decoded once: CPUs would do it again for each use.

@@ -50,6 +50,22 @@ def test_queries_in_groups_see_what_they_see_all_at_once(monkeypatch, batch, tok
     assert np.isnan(want[0]).any()
 
 
+def test_gradients_in_groups_are_those_of_all_at_once(monkeypatch):
+    monkeypatch.setattr(band, "_GROUP_SCORES", SCORES)
+    (q,), rows, segments = inputs(1, 64)
+    rows = jnp.nan_to_num(rows)
+
+    def loss(function, q, rows):
+        out, _ = function((q,), rows, segments)
+        return jnp.sum(jnp.sin(out))
+
+    gradient = jax.grad(loss, argnums=(1, 2))
+    got, want = (jax.jit(gradient, static_argnums=0)(f, q, rows) for f in (in_groups(), attend))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        assert np.abs(other).max() > 0.01
+
+
 # Blocks that fit into a group, and the groups. As many more as divide the blocks are made, but not
 # twice as many: of 5 or 11 blocks the last group is padded.
 @pytest.mark.parametrize(

@@ -106,12 +106,15 @@ def test_the_peers_in_pytorch_read_what_the_library_reads(position):
     import benchmark_torch
 
     rows, new, indices, want = ours(position)
-    numbers = numbers_of(rows).reshape(-1, SETTINGS.width)
-    q, data, numbers, indices = map(
-        benchmark_torch.tensor, (new["q"], flat(rows), numbers, indices)
-    )
-    assert largest_error(benchmark_torch.float_read(q, numbers, indices).numpy(), want) < 2e-6
-    assert largest_error(benchmark_torch.byte_read(q, data, indices).numpy(), want) < 2e-6
+    visible = peers.ring_visible(new["positions"], CAPACITY, WINDOW)
+    arguments = new["q"], flat(rows), numbers_of(rows)[:, :, 0], visible, indices
+    q, data, ring, visible, indices = map(benchmark_torch.tensor, arguments)
+    for got in (
+        benchmark_torch.ring_read(q, ring, visible),
+        benchmark_torch.gathered_read(q, ring, indices),
+        benchmark_torch.byte_read(q, data, indices),
+    ):
+        assert largest_error(got.numpy(), want) < 2e-6
 
 
 @pytest.mark.parametrize("position", [LAST_FULL, 1000])

@@ -53,6 +53,25 @@ def chi_square(tokens: np.ndarray, probability: np.ndarray) -> float:
 # --- temperature
 
 
+@pytest.mark.parametrize("settings", [{}, {"top_k": 3}])
+def test_a_request_gets_the_same_token_beside_greedy_ones_and_alone(settings):
+    logits, positions = random_logits(5, ROWS, VOCABULARY), np.arange(ROWS, dtype=np.int32)
+    temperature = np.asarray([0, 2, 0, 2], np.float32)
+    drawn = set()
+    for seed in range(8):
+        mixed = swa.Sampling.build(ROWS, temperature=temperature, keys=keys(seed), **settings)
+        together = np.asarray(draw(logits, positions, mixed))
+        for row in range(ROWS):
+            alone = swa.Sampling.build(
+                1, temperature=float(temperature[row]), keys=keys(seed)[row : row + 1], **settings
+            )
+            own = draw(logits[row : row + 1], positions[row : row + 1], alone)
+            assert together[row] == own[0], (seed, row)
+        assert (together[[0, 2]] == logits[[0, 2]].argmax(axis=1)).all()
+        drawn.update(together[[1, 3]] == logits[[1, 3]].argmax(axis=1))
+    assert drawn == {True, False}  # the others are drawn, and not always the best
+
+
 def test_temperature_zero_takes_the_best_token_and_of_equal_ones_the_first():
     logits = np.full((ROWS, VOCABULARY), -10, np.float32)
     logits[:, :3] = [[1, 3, 2], [5, 5, 0], [-9, -8, -7], [-10, -10, -10]]

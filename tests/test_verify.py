@@ -7,6 +7,7 @@ from small_models import attention_config, largest_error, quick_jit
 
 import swa_jax as swa
 from pallas_kernels import quantize_rows, store_rows, transforms
+from swa_jax import verify
 from swa_jax.heads import attend_indexed
 from swa_jax.verify import verify_attention
 
@@ -29,8 +30,10 @@ def by_index(q, rows, meta, sinks, rotation):
     return attend_indexed(q, rotation, rows, meta.indices, sinks, None, CONFIG, "xla")
 
 
-@pytest.mark.parametrize(("batch", "tokens"), [(8, 3), (17, 6)])
-def test_every_query_sees_its_own_window_however_many_requests(batch, tokens):
+# The last in blocks, as many tokens are.
+@pytest.mark.parametrize(("batch", "tokens", "in_one_piece"), [(8, 3, 64), (17, 6, 64), (7, 5, 4)])
+def test_every_query_sees_its_own_window_however_many(batch, tokens, in_one_piece, monkeypatch):
+    monkeypatch.setattr(verify, "_TOKENS", in_one_piece)
     geometry, rng = CONFIG.geometry, np.random.default_rng(batch)
     starts = rng.integers(0, 5 * WINDOW, batch)
     starts[0] = 0  # nothing stored before
