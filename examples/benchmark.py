@@ -153,7 +153,8 @@ def run(options: argparse.Namespace) -> int:
     if old is None:
         return 0
     worse, compared = benchmark_lines.compare(old, lines)
-    print(f"\n{compared} ratios compared with {options.compare}, {len(worse)} worse")
+    where = old[0].get("machine", "a machine that it does not name")
+    print(f"\n{compared} ratios compared with those of {where}, {len(worse)} worse")
     for sentence in worse:
         print(f"- {sentence}")
     return 1 if worse or not compared else 0

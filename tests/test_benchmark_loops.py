@@ -9,7 +9,6 @@ import pytest
 import swa_jax as swa
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import benchmark
 import benchmark_loops
 import benchmark_memory
 import benchmark_startup
@@ -151,27 +150,6 @@ def test_only_copies_of_the_whole_cache_count(line, copies):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", ["decode", "verify"])
-def test_a_block_of_steps_with_scanned_layers_copies_no_cache(block):
-    assert benchmark_memory.cache_copies(block, scan_layers=True) == 0
-
-
-# --- rehearsals
-
-
-def rehearse(suites: str, capsys) -> str:
-    arguments = ["--tiny", "--quiet", "--rounds", "1", "--sample", "0.1", "--suite", suites]
-    assert benchmark.main(arguments) == 0
-    return capsys.readouterr().out
-
-
-def test_loops_are_rehearsed(capsys):
-    table = rehearse("loop", capsys)
-    for row in ("32 steps | swa_jax", "32 steps | Python loop", "32 tokens | generate"):
-        assert f"\n| loop | N=1, {row} |" in table
-
-
-@pytest.mark.slow
-def test_memory_and_compilation_are_rehearsed(capsys):
-    table = rehearse("memory,compile", capsys)
-    assert "\n| memory | copies of the cache, decode, unrolled layers | 0  |" in table
-    assert "\n| compile | compile, 1 scanned layers |" in table
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_a_block_of_steps_copies_no_cache(block, scan_layers):
+    assert benchmark_memory.cache_copies(block, scan_layers) == 0
