@@ -164,8 +164,9 @@ def _gathered(numbers: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def _products(rows: jax.Array, q: jax.Array) -> jax.Array:
-    scores = jnp.einsum("nkd,nhd->nkh", rows, q)
-    return jnp.einsum("nkh,nkd->nhd", scores, rows)
+    layout = "nkh" if len(q) > 1 else "nhk"  # as ours has it
+    scores = jnp.einsum(f"nkd,nhd->{layout}", rows, q)
+    return jnp.einsum(f"{layout},nkd->nhd", scores, rows)
 
 
 def _read_work(settings: Settings, n: int) -> dict[str, float]:

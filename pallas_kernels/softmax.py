@@ -31,28 +31,30 @@ def attend(
       out float32[n, h, d], 0 where nothing counts; lse float32[n, h], natural, without the sink,
       -inf where nothing counts.
     """
-    # Keys first: with scores as [n, k, h] both products run as plain matrix products on CPUs.
+    # As XLA multiplies fastest on CPUs: scores of one n as [n, h, k], of several as [n, k, h].
+    axis, layout = (1, "nkh") if query.shape[0] > 1 else (2, "nhk")
+    exact = lax.Precision.HIGHEST
     scores = [
         jnp.where(
-            counts,
-            jnp.einsum("nkd,nhd->nkh", rows, query, precision=lax.Precision.HIGHEST) * scale,
+            counts if axis == 1 else jnp.swapaxes(counts, 1, 2),
+            jnp.einsum(f"nkd,nhd->{layout}", rows, query, precision=exact) * scale,
             -jnp.inf,
         )
         for rows, counts in read
     ]
-    peak = jnp.max(jnp.concatenate(scores, axis=1), axis=1, initial=-jnp.inf)
+    peak = jnp.max(jnp.concatenate(scores, axis=axis), axis=axis, initial=-jnp.inf)
     finite_peak = lax.stop_gradient(jnp.where(peak == -jnp.inf, jnp.float32(0), peak))
-    masses = [jnp.exp(score - finite_peak[:, None]) for score in scores]
-    total = sum(jnp.sum(mass, axis=1) for mass in masses)
+    masses = [jnp.exp(score - jnp.expand_dims(finite_peak, axis)) for score in scores]
+    total = sum(jnp.sum(mass, axis=axis) for mass in masses)
     empty = total == 0
     lse = finite_peak + jnp.log(jnp.where(empty, jnp.float32(1), total))
     # total / (total + exp(sink - peak)), from a difference of logarithms that cannot overflow.
     kept = jax.nn.sigmoid(lse - sink[None, :]) / jnp.where(empty, jnp.float32(1), total)
-    kept = jnp.where(empty, jnp.float32(0), kept)
+    kept = jnp.expand_dims(jnp.where(empty, jnp.float32(0), kept), axis)
     out = jnp.zeros_like(query)
     for mass, (rows, _) in zip(masses, read, strict=True):
-        weights = round_to(mass, compute_dtype) * kept[:, None]
-        out += jnp.einsum("nkh,nkd->nhd", weights, rows, precision=lax.Precision.HIGHEST)
+        weights = round_to(mass, compute_dtype) * kept
+        out += jnp.einsum(f"{layout},nkd->nhd", weights, rows, precision=exact)
     return out, jnp.where(empty, -jnp.inf, lse)
 
 
