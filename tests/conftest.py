@@ -65,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     install_import_hook(TYPE_CHECKED_MODULES, "beartype.beartype")
 
 
+@pytest.hookimpl(trylast=True)  # after -m, which may leave a test's later cases only
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--first-cases"):
         first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}

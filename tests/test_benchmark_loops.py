@@ -19,6 +19,7 @@ from generate import PROMPT
 pytestmark = pytest.mark.quick_compilation
 
 
+@pytest.mark.slow
 def test_a_python_loop_chooses_the_tokens_of_the_block_loop_and_goes_on_from_them():
     model, variables = benchmark_loops.byte_model(make_settings(tiny=True))
     begin, steps = benchmark_loops.start, benchmark_loops.BLOCK

@@ -30,6 +30,7 @@ def weights(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["ngram", "layers:2"])
 def test_drafts_are_measured_beside_plain_decoding_of_the_same_tokens(
     drafter, weights, tmp_path, capsys

@@ -163,6 +163,7 @@ def test_tokens_that_differ_from_the_recompute_are_exit_status_one(run, monkeypa
 # --- evaluation
 
 
+@pytest.mark.slow
 def test_evaluation_of_a_file_agrees_with_its_uncut_text(run, folder, monkeypatch):
     text = (ROOT / "examples" / "byte_text.py").read_bytes()[:300]
     (folder / "text.py").write_bytes(text)

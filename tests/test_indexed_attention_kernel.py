@@ -33,6 +33,8 @@ from pallas_kernels.indexed_attention import triton
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import triton_ir
 
+pytestmark = pytest.mark.slow
+
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 TRITON_CALL = "__gpu$xla.gpu.triton"
 ROWS_PER_SLOT, NUM_ROWS = 7, 147

@@ -184,6 +184,7 @@ def test_a_directory_that_is_no_such_model_is_one_line_and_status_two(tmp_path, 
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_the_readmes_lines_lead_from_a_directory_to_tokens(tmp_path, monkeypatch):
     fields = {**FIELDS, "compress_ratios": [0, 0, 0]}
     make_model(tmp_path / "model" if (tmp_path / "model").mkdir() else tmp_path / "model", fields)

@@ -13,6 +13,8 @@ import swa_jax as swa
 from pallas_kernels import load_rows, transforms
 from swa_jax import attention
 
+pytestmark = pytest.mark.slow
+
 TRITON_CALL = "__gpu$xla.gpu.triton"
 WINDOW, SLOTS, TOKENS = 5, 3, 13
 bfloat16_config = functools.partial(

@@ -141,6 +141,7 @@ def test_format_and_geometry_are_readable_beside_the_arrays(saved):
     assert header["settings"] == SETTINGS
 
 
+@pytest.mark.slow
 def test_a_run_that_is_restored_goes_on_with_the_same_tokens_and_the_same_bits(tmp_path):
     # greedy and sampled, one that stops in the meantime, and parameters in bfloat16
     model = make_model(param_dtype="bfloat16")

@@ -333,6 +333,7 @@ def test_the_n_gram_drafter_is_a_lookup_in_what_was_written(shortest):
 # --- the distribution
 
 
+@pytest.mark.slow
 def test_acceptance_keeps_the_distribution():
     """Of 2,048 requests with one prompt and keys of their own, at the first two positions.
 
