@@ -115,7 +115,8 @@ OTHERS: dict[str, Wanted] = {
         8, "read", "N=256", "swa_jax", "temporary", at_least=False),
     "layer of V4-Flash's widths, 8 requests: Hugging Face, eager / ours": Wanted(
         2.5, "layer", "N=8", "Hugging Face, eager"),
-    "the same, 32 requests": Wanted(6, "layer", "N=32", "Hugging Face, eager"),
+    "layer of V4-Flash's widths, 32 requests: Hugging Face, eager / ours": Wanted(
+        6, "layer", "N=32", "Hugging Face, eager"),
     "prefill of 2,048 tokens, 8 heads: `jax.nn` with a window / ours": Wanted(
         4, "prefill", "T=2,048", "jax.nn"),
     "prefill of 8,192 tokens: temporary memory, ours / `jax.nn`'s": Wanted(
@@ -127,15 +128,15 @@ OTHERS: dict[str, Wanted] = {
         2.5, "loop", "N=1, 128 steps", "Python loop"),
     "byte model: `generate` / the bare loop": Wanted(
         1.15, "loop", "N=1, 256 tokens", "generate", at_least=False),
-    "drafts by n-grams, repetitive text: speed beside plain decoding": Wanted(
+    "drafts by n-grams, repetitive text: plain decoding / drafts": Wanted(
         1.5, "loop", "repetitive text: speed beside plain decoding", what="value"),
-    "the same, drafts accepted a step": Wanted(
+    "drafts by n-grams, repetitive text: accepted a step": Wanted(
         None, "loop", "repetitive text: drafts accepted a step", what="value"),
-    "the same, ordinary text: speed": Wanted(
+    "drafts by n-grams, ordinary text: plain decoding / drafts": Wanted(
         None, "loop", "ordinary text: speed beside plain decoding", what="value"),
-    "the same, drafts accepted a step (ordinary text)": Wanted(
+    "drafts by n-grams, ordinary text: accepted a step": Wanted(
         None, "loop", "ordinary text: drafts accepted a step", what="value"),
-    "the same, to break even": Wanted(
+    "drafts by n-grams, ordinary text: accepted a step to break even": Wanted(
         None, "loop", "ordinary text: drafts accepted a step to break even", what="value"),
     "import beyond jax and flax, seconds": Wanted(
         0.3, "startup", "import of swa_jax beyond jax and flax", what="value", at_least=False),
@@ -143,9 +144,11 @@ OTHERS: dict[str, Wanted] = {
         8, "startup", "generate.py, process start to first token", what="value", at_least=False),
     "compiling a step of V4-Flash's shape, 1 layer, seconds": Wanted(
         None, "compile", "compile, 1 unrolled layers", what="value"),
-    "the same, 8 layers": Wanted(None, "compile", "compile, 8 unrolled layers", what="value"),
-    "the same, 43 layers": Wanted(None, "compile", "compile, 43 unrolled layers", what="value"),
-    "the same, 43 layers scanned": Wanted(
+    "compiling a step of V4-Flash's shape, 8 layers, seconds": Wanted(
+        None, "compile", "compile, 8 unrolled layers", what="value"),
+    "compiling a step of V4-Flash's shape, 43 layers, seconds": Wanted(
+        None, "compile", "compile, 43 unrolled layers", what="value"),
+    "compiling a step of V4-Flash's shape, 43 layers scanned, seconds": Wanted(
         None, "compile", "compile, 43 scanned layers", what="value"),
 }  # fmt: skip
 """Single figures."""
