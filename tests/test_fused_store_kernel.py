@@ -25,6 +25,8 @@ from pallas_kernels import (
 )
 from pallas_kernels.fused_store import triton
 
+pytestmark = pytest.mark.slow
+
 EPS = 1e-6
 TRITON_CALL = "__gpu$xla.gpu.triton"
 # Groups of another size than the raw tail, and no byte of pad.

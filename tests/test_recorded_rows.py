@@ -36,7 +36,13 @@ _fused_store = quick_jit(fused_store, static_argnames=("norm_eps", "implementati
 _attend = quick_jit(pallas_kernels.indexed_attention, static_argnames="implementation")
 
 
-@pytest.fixture(params=["xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        "xla",
+        pytest.param("interpret", marks=pytest.mark.slow),
+        pytest.param("triton", marks=pytest.mark.gpu),
+    ]
+)
 def implementation(request):
     return request.param
 
