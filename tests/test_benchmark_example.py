@@ -232,13 +232,16 @@ def test_bad_arguments_are_one_line_and_exit_status_two(run, arguments, message)
 
 
 @pytest.mark.slow
-def test_every_suite_runs_in_a_rehearsal(tmp_path, capsys):
+def test_suites_run_in_a_rehearsal(tmp_path, capsys):
+    # The suites startup and compile start processes and compile, and little else.
+    suites = [name for name in benchmark.SUITES if name not in ("startup", "compile")]
     out = tmp_path / "lines.jsonl"
     arguments = ["--tiny", "--quiet", "--rounds", "2", "--sample", "0.1", "--out", str(out)]
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as users do
-        assert benchmark.main([*arguments, "--plot", str(tmp_path)]) == 0
+        arguments += ["--suite", ",".join(suites), "--plot", str(tmp_path)]
+        assert benchmark.main(arguments) == 0
     _, *lines = benchmark_lines.load(out)
-    assert {found["suite"] for found in lines} == set(benchmark.SUITES)
+    assert {found["suite"] for found in lines} == set(suites)
     for found in lines:
         numbers = [found["value"]] if "figure" in found else list(found["us"].values())
         assert all(math.isfinite(number) and number >= 0 for number in numbers), found
