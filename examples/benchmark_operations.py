@@ -1,6 +1,7 @@
 """The suites codec, store, read and step: the operations on rows, beside what others would do."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import benchmark_peers as peers
@@ -54,26 +55,14 @@ def codec(settings: Settings) -> Iterator[Case]:
     for n in (2, 4) if settings.tiny else (128, 1024, 8192):
         values = random_values(settings, n)
         data = jax.jit(peers.naive_quantize)(values)
-        yield Case(
-            "codec",
-            f"decode {n} rows",
-            {"rows": n},
-            [
-                compiled("swa_jax", lambda data: dequantize_rows(data, settings.fmt), data),
-                compiled("casts", peers.naive_dequantize, data),
-            ],
-            {"copy": data.nbytes + values.nbytes},
-        )
-        yield Case(
-            "codec",
-            f"encode {n} rows",
-            {"rows": n},
-            [
-                compiled("swa_jax", lambda values: quantize_rows(values, settings.fmt), values),
-                compiled("casts", peers.naive_quantize, values),
-            ],
-            {"copy": data.nbytes + values.nbytes},
-        )
+        work = {"copy": data.nbytes + values.nbytes}
+        for name, own, peer, rows in (
+            ("decode", dequantize_rows, peers.naive_dequantize, data),
+            ("encode", quantize_rows, peers.naive_quantize, values),
+        ):
+            ours = functools.partial(own, fmt=settings.fmt)
+            programs = [compiled("swa_jax", ours, rows), compiled("casts", peer, rows)]
+            yield Case("codec", f"{name} {n} rows", {"rows": n}, programs, work)
 
 
 def store(settings: Settings) -> Iterator[Case]:

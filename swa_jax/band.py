@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from pallas_kernels.softmax import attend, round_to
 
@@ -96,10 +96,7 @@ def window_attention(
     size = min(_block_size(window), tokens)
     front, back = _behind(window, size) - (window - 1), -tokens % size
 
-    nan = jnp.any(jnp.isnan(rows), axis=-1)
-    # A NaN row would reach queries that do not see it through the product with its zero
-    # probability, so it is taken out here and put back by selection.
-    rows = round_to(jnp.where(nan[..., None], jnp.float32(0), rows), q.dtype)
+    rows, nan = without_nan(rows, q.dtype)
     query = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, back), (0, 0), (0, 0)))
     own = jnp.pad(segments[:, window - 1 :], ((0, 0), (0, back)), constant_values=-1)
     rows = jnp.pad(rows, ((0, 0), (front, back), (0, 0)))
@@ -120,18 +117,66 @@ def _blocks(query, own, rows, segments, nan, size, window, sink, scale, compute_
         shifted = [parts[:, i : i + blocks] for i in range(behind // size + 1)]
         return jnp.concatenate(shifted, axis=2).reshape(batch * blocks, -1, *x.shape[2:])
 
-    query = query.reshape(batch * blocks, size * heads, width)
+    query = query.reshape(batch * blocks, size, heads, width)
     own = own.reshape(batch * blocks, 1, size)
-    segments, nan = spread(segments)[..., None], spread(nan)[..., None]
-    distance = np.arange(size)[None, :] + behind - np.arange(behind + size)[:, None]
-    in_window = jnp.asarray((distance >= 0) & (distance < window))[None]
-    visible = in_window & (segments == own) & (segments >= 0)
-    counts = jnp.repeat(visible, heads, axis=2)
-    out, lse = attend(query, [(spread(rows), counts)], jnp.tile(sink, size), scale, compute_dtype)
-    sees_nan = jnp.any(visible & nan, axis=1).reshape(batch, length, 1)
-    out = out.reshape(batch, length, heads, width)
-    out = jnp.where(sees_nan[..., None], jnp.float32(jnp.nan), out)
-    return out, lse.reshape(batch, length, heads)
+    segments = spread(segments)[..., None]
+    visible = in_window(size, behind, window) & (segments == own) & (segments >= 0)
+    out, lse = attend_visible(query, spread(rows), spread(nan), visible, sink, scale, compute_dtype)
+    return out.reshape(batch, length, heads, width), lse.reshape(batch, length, heads)
+
+
+def in_window(tokens: int, behind: int, window: int) -> Bool[Array, "1 k t"]:
+    """Which of `behind` old rows and then each token's own a token sees: bool[1, k, t]."""
+    distance = np.arange(tokens)[None, :] + behind - np.arange(behind + tokens)[:, None]
+    return jnp.asarray((distance >= 0) & (distance < window))[None]
+
+
+def attend_visible(
+    query: Float32[Array, "n t h d"],
+    rows: Float32[Array, "n k d"],
+    nan: Bool[Array, "n k"],
+    visible: Bool[Array, "n k t"],
+    sink: Float32[Array, " h"],
+    scale: Float32[Array, ""],
+    compute_dtype: jnp.dtype,
+) -> tuple[Float32[Array, "n t h d"], Float32[Array, "n t h"]]:
+    """Attention of several queries over the same rows, each over those that it sees.
+
+    Args:
+      query: float32[n, t, h, d].
+      rows: float32[n, k, d], key and value at once, finite.
+      nan: bool[n, k], rows that stand for NaN: whoever sees one gets NaN.
+      visible: bool[n, k, t].
+      sink: float32[h].
+      scale: of the scores.
+      compute_dtype: see `pallas_kernels.softmax.attend`.
+
+    Returns:
+      float32[n, t, h, d] and lse float32[n, t, h], as `attend`.
+    """
+    n, tokens, heads, width = query.shape
+    out, lse = attend(
+        query.reshape(n, tokens * heads, width),
+        [(rows, jnp.repeat(visible, heads, axis=2))],
+        jnp.tile(sink, tokens),
+        scale,
+        compute_dtype,
+    )
+    sees_nan = jnp.any(visible & nan[..., None], axis=1)[..., None, None]
+    out = jnp.where(sees_nan, jnp.float32(jnp.nan), out.reshape(query.shape))
+    return out, lse.reshape(n, tokens, heads)
+
+
+def without_nan(
+    rows: Float32[Array, "n k d"], compute_dtype: jnp.dtype
+) -> tuple[Float32[Array, "n k d"], Bool[Array, "n k"]]:
+    """Rows in the compute dtype's numbers, zeros for NaN, and which those are.
+
+    A NaN row would reach queries that do not see it through the product with its zero probability,
+    so it is taken out here, and `attend_visible` puts it back by selection.
+    """
+    nan = jnp.any(jnp.isnan(rows), axis=-1)
+    return round_to(jnp.where(nan[..., None], jnp.float32(0), rows), compute_dtype), nan
 
 
 def _block_size(window: int) -> int:

@@ -6,15 +6,14 @@ queries, which differ in a row or two, are gathered and decoded once.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import KVRows, dequantize_rows, load_rows
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.indexed_attention import OPERATION as INDEXED_ATTENTION
-from pallas_kernels.softmax import attend, round_to
 from pallas_kernels.storage import gather_rows, is_valid_index
+from swa_jax.band import attend_visible, in_window, without_nan
 from swa_jax.config import AttentionConfig
 from swa_jax.heads import Rotation, attend_band, attend_indexed, finish, prepare_queries
 from swa_jax.metadata import DecodeMetadata
@@ -88,31 +87,24 @@ def _attend_band(
     config: AttentionConfig,
 ) -> Float[Array, "b t h d"]:
     """Query t sees the rows of slots t to t + W - 1, as far as there are any; of a few queries."""
-    batch, tokens, heads, width = q.shape
     valid = is_valid_index(rows, slots)
     # Row 0 stands in for none. Decoded once: CPUs would do it again for each use.
     decoded = lax.optimization_barrier(
         dequantize_rows(gather_rows(rows, jnp.where(valid, slots, 0)), rows.fmt)
     )
-    nan = jnp.any(jnp.isnan(decoded), axis=-1)
-    # A NaN would reach queries that do not see it through the product with its zero probability,
-    # so it is taken out here and put back by selection.
-    decoded = round_to(jnp.where(nan[..., None], jnp.float32(0), decoded), q.dtype)
-    distance = np.arange(tokens)[None, :] + config.window - 1 - np.arange(slots.shape[1])[:, None]
-    in_window = jnp.asarray((distance >= 0) & (distance < config.window))[None]
-    real = valid[:, None, config.window - 1 :]  # padding has no row, and sees none
-    visible = in_window & valid[..., None] & real
-    queries = prepare_queries(q, rotation, config).astype(jnp.float32)
-    out, _ = attend(
-        queries.reshape(batch, tokens * heads, width),
-        [(decoded, jnp.repeat(visible, heads, axis=2))],
-        jnp.tile(sink.astype(jnp.float32), tokens),
+    decoded, nan = without_nan(decoded, q.dtype)
+    behind = config.window - 1
+    real = valid[:, None, behind:]  # padding has no row, and sees none
+    visible = in_window(q.shape[1], behind, config.window) & valid[..., None] & real
+    out, _ = attend_visible(
+        prepare_queries(q, rotation, config).astype(jnp.float32),
+        decoded,
+        nan,
+        visible,
+        sink.astype(jnp.float32),
         jnp.float32(config.head_dim**-0.5),
         q.dtype,
     )
-    out = out.reshape(q.shape)
-    sees_nan = jnp.any(visible & nan[..., None], axis=1)[..., None, None]
-    out = jnp.where(sees_nan, jnp.float32(jnp.nan), out)
     return finish(out, rotation, config, q.dtype)
 
 
