@@ -48,7 +48,7 @@ def measure_block(model: swa.Decoder, variables: dict, beams: int, limit: int, s
     def make() -> BeamState:
         scores, tokens = jnp.zeros(beams), jnp.zeros((beams, limit), jnp.int32)
         return BeamState(
-            cache=swa.RingCache.create(beams, config.num_layers, config.geometry, config.fmt),
+            cache=swa.RingCache.for_decoder(config, beams),
             position=jnp.int32(0),
             step=jnp.int32(0),
             tokens=tokens,

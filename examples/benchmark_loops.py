@@ -57,7 +57,7 @@ def byte_model(settings: Settings) -> tuple[swa.Decoder, dict]:
 def start(model: swa.Decoder, variables: Any, n: int) -> DecodeState:
     """The state of n requests after a short prompt, greedy, without an end."""
     config = model.config
-    cache = swa.RingCache.create(n, config.num_layers, config.geometry, config.fmt)
+    cache = swa.RingCache.for_decoder(config, n)
     return begin(
         model,
         variables,

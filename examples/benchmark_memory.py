@@ -160,9 +160,7 @@ def abstract_state(config: swa.DecoderConfig) -> DecodeState:
 
 def abstract_cache(config: swa.DecoderConfig, slots: int) -> swa.RingCache:
     """Rings of which only the shapes are there."""
-    return jax.eval_shape(
-        lambda: swa.RingCache.create(slots, config.num_layers, config.geometry, config.fmt)
-    )
+    return jax.eval_shape(lambda: swa.RingCache.for_decoder(config, slots))
 
 
 def abstract_params(config: swa.DecoderConfig) -> Any:

@@ -103,7 +103,7 @@ def print_table(results: dict[str, dict]) -> None:
 
 def _ring_logits(model: swa.Decoder, variables: dict, inputs: np.ndarray) -> np.ndarray:
     config = model.config
-    cache = swa.RingCache.create(len(inputs), config.num_layers, config.geometry, config.fmt)
+    cache = swa.RingCache.for_decoder(config, len(inputs))
     ids = np.arange(len(inputs), dtype=np.int32)
     logits, _ = replay(model, variables, cache, ids, inputs, np.zeros_like(ids))
     return np.asarray(logits)

@@ -143,9 +143,7 @@ def continue_text(
         print(write(b"", True))
     config = model.config
     visible = min(len(prompt_tokens) + max(len(tokens) - 1, 0), config.geometry.window)
-    cache = jax.eval_shape(
-        lambda: swa.RingCache.create(1, config.num_layers, config.geometry, config.fmt)
-    )
+    cache = jax.eval_shape(lambda: swa.RingCache.for_decoder(config, 1))
     report = {
         "text": bytes(tokens).decode("utf-8", "replace"),
         "bytes_generated": len(tokens),

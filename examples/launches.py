@@ -104,9 +104,7 @@ def compile_step(step: str, config: swa.DecoderConfig, slots: int, card: str) ->
 
 def build_cache(config: swa.DecoderConfig, slots: int) -> Any:
     """The shapes of a cache of this many slots."""
-    create = functools.partial(
-        swa.RingCache.create, slots, config.num_layers, config.geometry, config.fmt
-    )
+    create = functools.partial(swa.RingCache.for_decoder, config, slots)
     return jax.eval_shape(create)
 
 

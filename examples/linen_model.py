@@ -167,7 +167,7 @@ def continue_tokens(
 
     The two calls are those above, with model, weights and sampling already given.
     """
-    cache = swa.RingCache.create(1, config.num_layers, config.geometry, config.fmt)
+    cache = swa.RingCache.for_decoder(config, 1)
     # Padded to a power of two, so that prompts of many lengths share one compiled prefill.
     tokens = np.zeros((1, 1 << (len(prompt) - 1).bit_length()), np.int32)
     tokens[0, : len(prompt)] = prompt

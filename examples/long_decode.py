@@ -61,7 +61,7 @@ def decode(model: swa.Decoder, variables: dict, tokens: int, seed: int) -> list[
     state = begin(
         model,
         variables,
-        swa.RingCache.create(1, config.num_layers, config.geometry, config.fmt),
+        swa.RingCache.for_decoder(config, 1),
         [[byte_text.BOUNDARY, *PROMPT.encode()]],
         max_new_tokens=10 * blocks * BLOCK + BLOCK + 1,
         sampling=swa.Sampling.build(1, temperature=0.7, keys=jax.random.key(seed)[None]),

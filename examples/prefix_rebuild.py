@@ -43,10 +43,8 @@ def measure(
       difference of a score, relative to the largest score, and the share of the following tokens
       at which another token is the likeliest.
     """
-    geometry, end, width = model.config.geometry, len(prefix), max(counts)
-    empty = functools.partial(
-        swa.RingCache.create, 1, model.config.num_layers, geometry, model.config.fmt
-    )
+    end, width = len(prefix), max(counts)
+    empty = functools.partial(swa.RingCache.for_decoder, model.config, 1)
     ids, starts = np.zeros(1, np.int32), np.full(1, end, np.int32)
 
     def scores(cache: swa.RingCache) -> np.ndarray:

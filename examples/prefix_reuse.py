@@ -87,9 +87,7 @@ class Reuse:
         self.model, self.variables, self.store = model, variables, store
         self.chunk, self.new_tokens = chunk, new_tokens
         config = model.config
-        self.empty = functools.partial(
-            swa.RingCache.create, 1, config.num_layers, config.geometry, config.fmt
-        )
+        self.empty = functools.partial(swa.RingCache.for_decoder, config, 1)
 
     def reused(self, prompt: np.ndarray, save_at: Sequence[int] = ()):
         """Cache, last hidden state, and tokens that were not prefilled."""

@@ -68,7 +68,7 @@ def decode(
         variables = jax.device_put(
             jax.tree.map(np.asarray, variables), parameter_shardings(model, sharding)
         )
-    cache = swa.RingCache.create(batch, config.num_layers, config.geometry, config.fmt, sharding)
+    cache = swa.RingCache.for_decoder(config, batch, sharding)
     memory = cache.memory
     state = decoding.begin(
         model,

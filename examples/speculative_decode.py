@@ -91,7 +91,7 @@ class Text:
         return begin(
             self.model,
             self.variables,
-            swa.RingCache.create(1, config.num_layers, config.geometry, config.fmt),
+            swa.RingCache.for_decoder(config, 1),
             [self.prompt],
             max_new_tokens=self.limit,
             sampling=self.sampling,

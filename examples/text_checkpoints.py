@@ -88,7 +88,7 @@ def saved_blocks(
         state = begin(
             model,
             variables,
-            swa.RingCache.create(1, config.num_layers, config.geometry, config.fmt),
+            swa.RingCache.for_decoder(config, 1),
             [prompt_tokens],
             max_new_tokens=max_new_tokens,
             sampling=sampling,

@@ -12,6 +12,7 @@ from pallas_kernels import V41, KVCacheFormat, KVRows, checks, load_rows, store_
 from pallas_kernels.formats import check_cache_format
 from pallas_kernels.serialization import register_serialization
 from pallas_kernels.storage import check_rows, region_bytes
+from swa_jax.config import DecoderConfig
 from swa_jax.exported import ExportedSlot
 from swa_jax.placement import CacheMemory, DeviceAxes, check_batch
 from swa_jax.ring import RingGeometry
@@ -86,6 +87,22 @@ class RingCache:
             for first in range(0, layers, per_block)
         )
         return cls(blocks, layers, geometry, fmt, sharding)
+
+    @classmethod
+    def for_decoder(
+        cls, config: DecoderConfig, slots: int, sharding: NamedSharding | None = None
+    ) -> "RingCache":
+        """Empty rings of all layers of a decoder.
+
+        Args:
+          config: the decoder's configuration.
+          slots: state slots; one request owns one.
+          sharding: as in `create`.
+
+        Raises:
+          ValueError: as `create`.
+        """
+        return cls.create(slots, config.num_layers, config.geometry, config.fmt, sharding)
 
     @property
     def slots(self) -> int:

@@ -49,7 +49,7 @@ def prefill_first(
     """
     tokens = token_ids(model, "prompt", prompt)
     config = model.config
-    cache = RingCache.create(slots, config.num_layers, config.geometry, config.fmt)
+    cache = RingCache.for_decoder(config, slots)
     cache, last = prefill(model, params, cache, np.zeros(1, np.int32), [tokens], chunk=chunk)
     return cache, last, np.asarray(len(tokens), np.int32)
 

@@ -215,13 +215,7 @@ class ModelDrafter:
                 f"draft_tokens: expected at most {room} (capacity - window + 1 of the drafter's "
                 f"rings), got {draft_tokens}"
             )
-        cache = RingCache.create(
-            state.cache.slots,
-            config.num_layers,
-            config.geometry,
-            config.fmt,
-            state.cache.sharding,
-        )
+        cache = RingCache.for_decoder(config, state.cache.slots, state.cache.sharding)
         cache, _ = prefill(self.model, params, cache, state.state_ids, prompts)
         return cache
 

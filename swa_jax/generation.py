@@ -67,7 +67,7 @@ def stream(
     check_draft_tokens(config.geometry, draft_tokens)
     if draft_tokens == 0 and (drafter is not None or drafter_params is not None):
         raise ValueError("draft_tokens: expected 1 or more with a drafter, got 0")
-    cache = RingCache.create(len(prompts), config.num_layers, config.geometry, config.fmt, sharding)
+    cache = RingCache.for_decoder(config, len(prompts), sharding)
     state = begin(
         model,
         params,

@@ -109,7 +109,7 @@ def ring_logits(model: Decoder, params: Params, sequence: np.ndarray, begin: int
       float32[n - begin, vocab].
     """
     config = model.config
-    cache = RingCache.create(1, config.num_layers, config.geometry, config.fmt)
+    cache = RingCache.for_decoder(config, 1)
     ids = np.zeros(1, np.int32)
     if begin:
         cache, _ = prefill(model, params, cache, ids, [sequence[:begin]])

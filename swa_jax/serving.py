@@ -68,7 +68,7 @@ class Server:
             checks.check_count(name, value)
         config = model.config
         self.slots = Slots.create(slots)
-        cache = RingCache.create(slots, config.num_layers, config.geometry, config.fmt)
+        cache = RingCache.for_decoder(config, slots)
         self.state = idle_state(cache, max_stop_tokens)
         self._model, self._params = model, params
         self._block_steps, self._chunk = block_steps, chunk

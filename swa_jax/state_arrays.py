@@ -113,9 +113,7 @@ def state_from_arrays(
       KeyError: an array is missing.
     """
     checks.check_choice("keys", kind, KEY_KINDS)
-    cache = jax.eval_shape(
-        lambda: RingCache.create(slots, config.num_layers, config.geometry, config.fmt)
-    )
+    cache = jax.eval_shape(lambda: RingCache.for_decoder(config, slots))
     blocks = tuple(arrays[f"block_{i}"] for i in range(len(cache.blocks)))
     for want, got in zip(cache.blocks, blocks, strict=True):
         checks.check_shape("block", got, want.shape)

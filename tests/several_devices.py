@@ -44,7 +44,7 @@ def sharding(data: int, heads: int) -> NamedSharding:
 
 
 def create(config: swa.DecoderConfig, slots: int, where: NamedSharding | None) -> swa.RingCache:
-    return swa.RingCache.create(slots, config.num_layers, config.geometry, config.fmt, where)
+    return swa.RingCache.for_decoder(config, slots, where)
 
 
 def place(config: swa.DecoderConfig, where: NamedSharding | None) -> Any:

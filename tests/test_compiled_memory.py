@@ -50,9 +50,7 @@ def compile_step(step: Callable, cache: swa.RingCache, *others: Any, donate=True
 
 
 def abstract_cache(config: swa.DecoderConfig, slots: int) -> swa.RingCache:
-    create = functools.partial(
-        swa.RingCache.create, slots, config.num_layers, config.geometry, config.fmt
-    )
+    create = functools.partial(swa.RingCache.for_decoder, config, slots)
     return jax.eval_shape(create)
 
 

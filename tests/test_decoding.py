@@ -50,7 +50,7 @@ def generate(model=MODEL, params=PARAMS, prompts=PROMPTS, **arguments):
 
 
 def empty_cache(slots: int = BATCH) -> swa.RingCache:
-    return swa.RingCache.create(slots, CONFIG.num_layers, CONFIG.geometry, CONFIG.fmt)
+    return swa.RingCache.for_decoder(CONFIG, slots)
 
 
 def started(max_new_tokens=100, prompts=PROMPTS, **arguments) -> decoding.DecodeState:

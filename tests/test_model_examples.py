@@ -242,7 +242,7 @@ def steps(variables, built) -> dict[str, tuple]:
 
 
 def create_cache() -> swa.RingCache:
-    return swa.RingCache.create(1, CONFIG.num_layers, CONFIG.geometry, CONFIG.fmt)
+    return swa.RingCache.for_decoder(CONFIG, 1)
 
 
 @pytest.mark.slow

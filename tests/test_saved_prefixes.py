@@ -39,7 +39,7 @@ def random_tokens(count: int, seed: int) -> np.ndarray:
 
 def poisoned() -> swa.RingCache:
     """Rings whose free rows are NaN: 0xFF is one, as value and as scale."""
-    cache = swa.RingCache.create(SLOTS, CONFIG.num_layers, CONFIG.geometry, CONFIG.fmt)
+    cache = swa.RingCache.for_decoder(CONFIG, SLOTS)
     cache = jax.tree.map(lambda block: jnp.full_like(block, 255), cache)
     assert np.all(np.isnan(dequantize_rows(cache.layer(0).logical(), CONFIG.fmt)))
     return cache

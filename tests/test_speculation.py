@@ -61,7 +61,7 @@ class ScriptedDrafter:
 
 
 def empty_cache(slots: int = BATCH) -> swa.RingCache:
-    return swa.RingCache.create(slots, CONFIG.num_layers, CONFIG.geometry, CONFIG.fmt)
+    return swa.RingCache.for_decoder(CONFIG, slots)
 
 
 def started(sampling="greedy", limits=LIMITS, prompts=PROMPTS, stops=True) -> decoding.DecodeState:
