@@ -27,10 +27,10 @@ SIZES = soak.Sizes(slots=3, block_steps=4, chunk=8, prefill_lanes=2, max_stop_to
 
 
 def params() -> dict:
-    """Of a model that prefers capitals, some of which are stop tokens."""
+    """Of a model that prefers letters, some of which are stop tokens."""
     params = dict(decoder_params(CONFIG)["params"])
     head = np.array(params["head"])
-    head[64:96] *= 3
+    head[97:123] *= 5
     return {"params": params | {"head": head}}
 
 
