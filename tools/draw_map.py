@@ -181,7 +181,7 @@ def draw_lines(places: dict[str, tuple[float, float]]) -> Iterable[str]:
 def draw() -> str:
     """The picture, as SVG."""
     parts, top = [], MARGIN
-    parts.append(text(WIDTH / 2, top + 14, "examples   tests   tools", size=13))
+    parts.append(text(WIDTH / 2, top + 14, "examples, tests, tools", size=13))
     parts.append(text(WIDTH / 2, top + 32, "↓", size=13))
     top += 42
     for package in PACKAGES:
