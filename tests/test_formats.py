@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels import BF16, F32, V4, V32, V41, V41_FP4, KVCacheFormat, codec
+from pallas_kernels import BF16, F32, V4, V32, V41, V41_FP4, KVCacheFormat, codec, formats
 from pallas_kernels import dequantize_rows as dequantize_eagerly
 from pallas_kernels import quantize_rows as quantize_eagerly
 
-FORMATS = [V41, V4, V32, BF16, F32, V41_FP4]
-QUANTIZED = [V41, V4, V32, V41_FP4]
+FORMATS = list(formats.FORMATS.values())
+QUANTIZED = [fmt for fmt in FORMATS if fmt.quantized_dtype is not None]
 FLOORS = ["amax", "scale"]
 FLOAT32_MAX = np.finfo(np.float32).max
 
@@ -81,22 +81,25 @@ def sample_rows(width, n, seed):
 # --- sizes
 
 
+SIZES = [
+    (V41, 512, 512, 16, 528),
+    (V4, 512, 576, 7, 584),
+    (V32, 576, 640, 16, 656),
+    (BF16, 512, 1024, 0, 1024),
+    (F32, 512, 2048, 0, 2048),
+    (V41_FP4, 512, 256, 32, 288),
+    (V41.with_width(64), 64, 64, 2, 66),
+    (V41.with_width(1024), 1024, 1024, 32, 1056),
+    (V4.with_width(128), 128, 192, 1, 194),
+    (V32.with_width(192), 192, 256, 4, 260),
+    (BF16.with_width(3), 3, 6, 0, 6),
+    (V41_FP4.with_width(64), 64, 32, 4, 36),
+]
+
+
 @pytest.mark.parametrize(
     ("fmt", "elements", "data_bytes", "scale_bytes", "row_bytes"),
-    [
-        (V41, 512, 512, 16, 528),
-        (V4, 512, 576, 7, 584),
-        (V32, 576, 640, 16, 656),
-        (BF16, 512, 1024, 0, 1024),
-        (F32, 512, 2048, 0, 2048),
-        (V41_FP4, 512, 256, 32, 288),
-        (V41.with_width(64), 64, 64, 2, 66),
-        (V41.with_width(1024), 1024, 1024, 32, 1056),
-        (V4.with_width(128), 128, 192, 1, 194),
-        (V32.with_width(192), 192, 256, 4, 260),
-        (BF16.with_width(3), 3, 6, 0, 6),
-        (V41_FP4.with_width(64), 64, 32, 4, 36),
-    ],
+    SIZES,
     ids=lambda value: getattr(value, "name", None),
 )
 def test_sizes(fmt, elements, data_bytes, scale_bytes, row_bytes):
@@ -108,6 +111,10 @@ def test_sizes(fmt, elements, data_bytes, scale_bytes, row_bytes):
     values = jax.eval_shape(lambda: dequantize_eagerly(jnp.zeros(data.shape, data.dtype), fmt))
     chex.assert_shape(values, (2, 3, elements))
     chex.assert_type(values, jnp.float32)
+
+
+def test_every_format_has_its_sizes_here():
+    assert {fmt for fmt, *_ in SIZES} >= set(FORMATS)
 
 
 def test_a_width_keeps_everything_else():

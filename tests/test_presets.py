@@ -50,14 +50,21 @@ DENSE = {
 }
 
 
+FIGURES = [
+    ("v4-flash", 43, 2, 4096, 64, 1024, 8, 584, 584, 1e-6, True),
+    ("v4-pro", 61, 0, 7168, 128, 1536, 16, 584, 584, 1e-6, True),
+    ("v41-flash", 40, 2, 5120, 64, 1280, 8, 528, 288, 1e-20, False),
+]
+
+
+def test_every_preset_has_its_figures_here():
+    assert {name for name, *_ in FIGURES} == set(swa.presets.PRESETS)
+
+
 @pytest.mark.parametrize(
     ("name", "layers", "window_only", "hidden", "heads", "q_rank", "groups", "row", "extra", "eps",
      "query_norm"),
-    [
-        ("v4-flash", 43, 2, 4096, 64, 1024, 8, 584, 584, 1e-6, True),
-        ("v4-pro", 61, 0, 7168, 128, 1536, 16, 584, 584, 1e-6, True),
-        ("v41-flash", 40, 2, 5120, 64, 1280, 8, 528, 288, 1e-20, False),
-    ],
+    FIGURES,
 )  # fmt: skip
 def test_a_preset_has_the_figures_of_its_model(
     name, layers, window_only, hidden, heads, q_rank, groups, row, extra, eps, query_norm

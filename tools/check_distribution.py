@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("pallas_kernels", "swa_jax")
 # In the repository and not in the source distribution: what only it has a use for.
-LEFT_OUT = (".ci/", ".github/", ".pre-commit-config.yaml")
+LEFT_OUT = (".ci/", ".github/")
 DECODE = "swa.generate("  # the README's block that has it is run
 FOREIGN = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
 
