@@ -129,16 +129,13 @@ def check_source(folder: Path, tracked: set[str]) -> None:
     expect_equal("changed files", changed, set())
 
 
-def use_installed(wheel: Path, source: Path, work: Path) -> list[str]:
-    """Installs the wheel into an empty environment and runs it from elsewhere.
+def use_installed(wheel: Path, source: Path, work: Path) -> None:
+    """Installs the wheel into an empty environment and runs it from elsewhere, and says what ran.
 
     Args:
       wheel: the file.
       source: the unpacked source distribution, of which only the examples and README.md are taken.
       work: an empty folder.
-
-    Returns:
-      What ran.
     """
     environment, place = work / "environment", work / "elsewhere"
     venv.create(environment, with_pip=True)
@@ -166,7 +163,7 @@ def use_installed(wheel: Path, source: Path, work: Path) -> list[str]:
     for command in commands:
         if not run(python, *command, cwd=place).strip():
             raise CheckFailedError(f"{' '.join(command)}: expected some output, got none")
-    return [" ".join(command) for command in commands]
+        print(f"ran, installed: {' '.join(command)}", flush=True)
 
 
 def check(work: Path) -> None:
@@ -196,8 +193,7 @@ def check(work: Path) -> None:
     different = {name for name, data in files.items() if again[name] != data}
     expect_equal("files that differ in the wheel of the source distribution", different, set())
     print("wheel of the source distribution: the same bytes")
-    for command in use_installed(wheel, folder, work):
-        print(f"ran, installed: {command}")
+    use_installed(wheel, folder, work)
 
 
 def main(arguments: Sequence[str]) -> int:
