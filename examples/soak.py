@@ -91,7 +91,7 @@ class Soak:
             if self._busy.pending < 4 * self._sizes.slots:
                 self._submit(self._arrival())
         if self._rng.random() < REFUSED:
-            self._refuse(*self._bad[self._rng.integers(len(self._bad))])
+            self._refuse(*self._bad[int(self._rng.integers(len(self._bad)))])
         if self._rng.random() < CANCELLED:
             self._cancel()
         self._advance()

@@ -96,7 +96,7 @@ def compilations() -> Iterator[list[str]]:
     """A list that gets an entry for each program that XLA compiles, or JAX reads from its cache."""
     heard: list[str] = []
 
-    def listen(event: str, seconds: float, **_) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if "backend_compile" in event:
             heard.append(event)
 

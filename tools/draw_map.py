@@ -11,6 +11,7 @@ which a dot stands for. Needs nothing but Python's standard library.
 import argparse
 import ast
 import functools
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -105,7 +106,7 @@ def ordered_rows(package: str) -> list[list[str]]:
         neighbours = lines_from if turn % 2 == 0 else up.__getitem__
         for row in rows if turn % 2 == 0 else reversed(rows):
             wish = {
-                name: sum(place[other] for other in near) / len(near)
+                name: math.fsum(place[other] for other in near) / len(near)
                 if (near := neighbours(name))
                 else place[name]
                 for name in row
@@ -131,9 +132,9 @@ def place_boxes(package: str, top: float) -> tuple[dict[str, tuple[float, float]
     places = {}
     for level, row in enumerate(rows):
         y = top + 58 + ROW * (len(rows) - 1 - level) + BOX / 2
-        free = WIDTH - 4 * MARGIN - sum(map(box_width, row))
+        free = WIDTH - 4 * MARGIN - math.fsum(map(box_width, row))
         gap = max(GAP, free / (len(row) + 1))
-        x = WIDTH / 2 - (sum(map(box_width, row)) + gap * (len(row) - 1)) / 2
+        x = WIDTH / 2 - (math.fsum(map(box_width, row)) + gap * (len(row) - 1)) / 2
         for name in row:
             places[name] = (x + box_width(name) / 2, y)
             x += box_width(name) + gap
