@@ -129,7 +129,8 @@ def run_combination(
             return subprocess.run(list(map(str, command)), **options).returncode == 0
 
         installed = call(python, "-m", "venv", environment) and call(
-            inner, "-m", "pip", "install", "--quiet", "--editable", ".[test]",
+            # Bytecode of what is not imported would be most of the installation's time.
+            inner, "-m", "pip", "install", "--quiet", "--no-compile", "--editable", ".[test]",
             f"jax=={JAXES[combination.jax]}",
         )  # fmt: skip
         if installed:
