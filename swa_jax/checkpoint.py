@@ -13,12 +13,15 @@ from jaxtyping import Array
 from swa_jax.config import AttentionConfig, DecoderConfig
 from swa_jax.files import open_new, read_safetensors, write_safetensors
 from swa_jax.head_shards import shard_config as shard_config
+from swa_jax.reading import read_regular
 from swa_jax.tensor_files import open_tensors as open_tensors
 from swa_jax.weight_loading import load_leaves
 from swa_jax.weight_names import attention_leaves, decoder_leaves, find_names
 from swa_jax.weight_saving import save_decoder as save_decoder
 
 _COMPRESSION = ("compressor.", "indexer.")
+# Trees are walked by recursion, in Python and in JAX.
+_MAX_PARENTS = 64
 
 
 def attention_params(
@@ -62,8 +65,8 @@ def load_attention(
 
     Matrices are floating, or e4m3 with scales for blocks of 128 x 128 or 32 x 32 beside them
     (q_a_proj.weight_scale_inv or wq_a.scale, [ceil(out / b), ceil(in / b)]; ue8m0, its biased
-    exponents in uint8, or float32). They are multiplied in float32 and rounded once, to
-    config.param_dtype; NaN stays. Norm weights and sinks become float32.
+    exponents in uint8, or float32; finite, 0 or more). They are multiplied in float32 and rounded
+    once, to config.param_dtype; NaN stays. Norm weights and sinks become float32.
 
     Args:
       path_or_tensors: a file or directory as `open_tensors` takes it; or arrays by name.
@@ -77,8 +80,8 @@ def load_attention(
       {"params": ...} for a layer with `shard_config(config, count)`.
 
     Raises:
-      ValueError: missing, unexpected or misshapen tensors, one error lists them; a layer that
-        cannot be cut so; or as `open_tensors`.
+      ValueError: missing, unexpected or misshapen tensors, or scales out of range, one error
+        lists them; a layer that cannot be cut so; or as `open_tensors`.
       OSError: as `open_tensors`.
     """
     if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
@@ -118,8 +121,8 @@ def load_decoder(
       {"params": ...} for `Decoder(config).apply`, stacked if config.scan_layers.
 
     Raises:
-      ValueError: missing, unexpected or misshapen tensors, one error lists them; or as
-        `open_tensors`.
+      ValueError: missing, unexpected or misshapen tensors, or scales out of range, one error
+        lists them; or as `open_tensors`.
       OSError: as `open_tensors`.
     """
     source, tensors = _opened(path_or_tensors)
@@ -183,17 +186,24 @@ def load_params(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str,
       The tree of NumPy arrays, in the dtypes of the file, and the metadata.
 
     Raises:
-      ValueError: the file is not safetensors, or is cut short.
+      ValueError: the file is not safetensors, is cut short, or its names are not those of a tree.
       OSError: it cannot be read.
     """
-    tensors, metadata = read_safetensors(Path(path).read_bytes(), str(path))
+    tensors, metadata = read_safetensors(read_regular(path), str(path))
     tree: dict[str, Any] = {}
     for name, array in tensors.items():
         *parents, leaf = name.split(".")
+        if len(parents) > _MAX_PARENTS:
+            raise ValueError(
+                f"{path}: expected a tree of at most {_MAX_PARENTS} levels, got {len(parents)} of "
+                f"them above a tensor"
+            )
         branch = tree
         for parent in parents:
             branch = branch.setdefault(parent, {})
             if not isinstance(branch, dict):
-                raise ValueError(f"{path}: expected {name!r} to lie in a tree, got two kinds of it")
+                break
+        if not isinstance(branch, dict) or leaf in branch:
+            raise ValueError(f"{path}: expected {name!r} to lie in a tree, got two kinds of it")
         branch[leaf] = array
     return tree, metadata

@@ -1,7 +1,7 @@
 """safetensors bytes in and out, with an error that names what is wrong."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -11,6 +11,7 @@ import safetensors
 import safetensors.numpy
 
 from swa_jax.json_fields import parse_json
+from swa_jax.reading import MAX_INDEX_BYTES
 
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
@@ -48,18 +49,19 @@ def read_safetensors(
       Arrays by name, bfloat16 and eight-bit floats included, and the texts of the header.
 
     Raises:
-      ValueError: the bytes are not a whole safetensors file, or hold an unknown dtype or a name
-        twice.
+      ValueError: the bytes are not a whole safetensors file, or hold a name twice, or a dtype or
+        shape that NumPy has not.
     """
     try:
+        header_size(data[:8])
         entries = safetensors.deserialize(data)
         header = _parse_header(data)
     except (safetensors.SafetensorError, ValueError) as error:
         raise not_safetensors(name, error) from None
-    tensors = {}
-    for key, entry in entries:
-        array = np.frombuffer(entry["data"], find_dtype(name, key, entry["dtype"]))
-        tensors[key] = array.reshape(entry["shape"])
+    tensors = {
+        key: as_array(name, key, entry["dtype"], entry["shape"], entry["data"])
+        for key, entry in entries
+    }
     return tensors, header.get("__metadata__") or {}
 
 
@@ -98,16 +100,45 @@ def open_new(path: Path) -> BinaryIO:
     return path.open("xb")
 
 
-def find_dtype(name: str, key: str, dtype: str) -> np.dtype:
-    """NumPy's dtype of a tensor, or a ValueError that names file, tensor and dtype."""
+def as_array(
+    name: str, key: str, dtype: str, shape: Sequence[int], buffer: Any, offset: int = 0
+) -> np.ndarray:
+    """A tensor of a file as an array over its bytes.
+
+    Args:
+      name: what the file is called in the message.
+      key: the tensor's name.
+      dtype: its dtype by the name in safetensors.
+      shape: its shape.
+      buffer: bytes that hold it, or what gives them, such as a memory map.
+      offset: where it begins there.
+
+    Raises:
+      ValueError: NumPy has no such dtype, or no such shape.
+    """
     if dtype not in DTYPES:
         raise ValueError(f"{name}: expected tensors of {', '.join(DTYPES)}, got {dtype} in {key}")
-    return DTYPES[dtype]
+    try:
+        return np.ndarray(tuple(shape), DTYPES[dtype], buffer, offset)
+    except (OverflowError, TypeError, ValueError) as error:  # many axes, or a size beside a 0
+        raise ValueError(f"{name}: expected a shape that NumPy has, got {key}: {error}") from None
 
 
 def not_safetensors(name: str, error: Exception) -> ValueError:
     """The error for a file that is cut short, or of another kind."""
     return ValueError(f"{name}: expected a whole safetensors file, got {error}")
+
+
+def header_size(start: bytes) -> int:
+    """The length of a safetensors header, from the eight bytes before it.
+
+    Raises:
+      ValueError: it is longer than that of any model.
+    """
+    size = int.from_bytes(start, "little")
+    if size > MAX_INDEX_BYTES:
+        raise ValueError(f"a header of {size:,} bytes, more than {MAX_INDEX_BYTES:,}")
+    return size
 
 
 def _parse_header(data: bytes) -> dict[str, Any]:

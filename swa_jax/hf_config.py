@@ -11,7 +11,7 @@ from typing import Any
 from pallas_kernels import V4, V41, V41_FP4, KVCacheFormat
 from swa_jax.config import AttentionConfig, DecoderConfig
 from swa_jax.files import open_new
-from swa_jax.json_fields import parse_object
+from swa_jax.reading import inside, read_object
 from swa_jax.rotary import YarnScaling
 
 OWN = "swa_jax"
@@ -50,8 +50,9 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
       path: the directory, or its config.json.
 
     Raises:
-      ValueError: not such a file; another kind of model; or one with parts that `Decoder` has not,
-        routed experts and hyper-connections: `read_attention` reads the attention of those.
+      ValueError: not such a file, or a link out of the directory; another kind of model; or one
+        with parts that `Decoder` has not, routed experts and hyper-connections: `read_attention`
+        reads the attention of those.
       OSError: it cannot be read.
     """
     name, fields = _read(path)
@@ -88,7 +89,7 @@ def read_attention(path: str | os.PathLike[str]) -> tuple[AttentionConfig, ...]:
       One configuration for each layer.
 
     Raises:
-      ValueError: not such a file, or another kind of model.
+      ValueError: not such a file, a link out of the directory, or another kind of model.
       OSError: it cannot be read.
     """
     name, fields = _read(path)
@@ -114,8 +115,8 @@ def write_config(path: str | os.PathLike[str], config: DecoderConfig) -> None:
 
 def _read(path) -> tuple[str, dict[str, Any]]:
     file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
-    return str(file), parse_object(str(file), file.read_text())
+    file = inside(file, "config.json") if file.is_dir() else file
+    return str(file), read_object(file)
 
 
 def _text_fields(name: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +155,10 @@ def _layers(name: str, text: dict[str, Any]) -> tuple[AttentionConfig, ...]:
     head_dim = _number(name, text, "head_dim")
     rope_dim = text.get("qk_rope_head_dim")
     if rope_dim is None:
-        rope_dim = round(head_dim * _number(name, text, "partial_rotary_factor"))
+        factor = _number(name, text, "partial_rotary_factor")
+        if not 0 <= factor <= 1:
+            raise ValueError(f"{name}: expected partial_rotary_factor from 0 to 1, got {factor!r}")
+        rope_dim = round(head_dim * factor)
     dtype = text.get("dtype", text.get("torch_dtype")) or "float32"
     if dtype == "float16":  # the nearest that holds all of its values
         dtype = "float32"
@@ -218,8 +222,8 @@ def _ropes(name: str, text: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
         main, compress = parameters["main"], parameters["compress"]
         if _yarn(name, main) is not None:
             raise ValueError(f"{name}: expected no rope scaling in main, got {main!r}")
-        thetas = _number(name, main, "rope_theta"), _number(name, compress, "rope_theta")
         scaling = _yarn(name, compress)
+        thetas = _number(name, main, "rope_theta"), _number(name, compress, "rope_theta")
     else:
         thetas = text.get("rope_theta", 10000.0), text.get("compress_rope_theta", 160000.0)
         if parameters.get("rope_theta", thetas[0]) != thetas[0]:

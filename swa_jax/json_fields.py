@@ -4,20 +4,34 @@ import dataclasses
 import json
 from typing import Any
 
+_MAX_DEPTH = 64
+"""Of values in values: far below what Python's own recursion bears, in a message for instance."""
+
 
 def parse_json(text: str | bytes) -> Any:
     """A JSON value in which no object has a name twice.
 
     Raises:
-      ValueError: one has, or the text is not JSON.
+      ValueError: one has, values are nested more than 64 deep, or the text is not JSON.
     """
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        value = json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("JSON that is nested too deep") from None
+    level = [value]
+    for _ in range(_MAX_DEPTH + 1):
+        containers = [one for one in level if isinstance(one, dict | list)]
+        level = [
+            inner
+            for one in containers
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return value
+    raise ValueError("JSON that is nested too deep")
 
 
-def parse_object(name: str, text: str) -> dict[str, Any]:
+def parse_object(name: str, text: str | bytes) -> dict[str, Any]:
     """The fields of a JSON object.
 
     Args:

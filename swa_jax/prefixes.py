@@ -23,6 +23,7 @@ from swa_jax.modules import Decoder
 from swa_jax.placement import DeviceAxes
 from swa_jax.prefilling import Params, prefill_chunk
 from swa_jax.prompts import Prompt, token_ids
+from swa_jax.reading import read_regular
 
 _NAME = re.compile(r"(\d+)-[0-9a-f]{64}\.safetensors")
 
@@ -117,8 +118,9 @@ class PrefixStore:
           None where no saved prefix fits.
 
         Raises:
-          ValueError: the file with this name is cut short, or holds other tokens or another
-            model's rows.
+          ValueError: the file with this name is cut short or changed, or holds other tokens or
+            another model's rows.
+          OSError: it cannot be read.
         """
         tokens = _checked_tokens(tokens)
         names = [_NAME.fullmatch(file.name) for file in self.directory.iterdir()]
@@ -133,13 +135,15 @@ class PrefixStore:
 
     def _read(self, name: str, tokens: Int32[np.ndarray, " n"]) -> ExportedSlot:
         path = self.directory / name
+        data = read_regular(path)
         try:
-            tensors, metadata = read_safetensors(path.read_bytes(), "prefix")
+            tensors, metadata = read_safetensors(data, "prefix")
             exported = ExportedSlot.from_tensors(tensors, metadata, self.model)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         saved = tensors.get("tokens", np.zeros(0))
-        if not np.array_equal(saved, tokens) or int(exported.next_position) != len(tokens):
+        same = saved.dtype == np.int32 and np.array_equal(saved, tokens)
+        if not same or int(exported.next_position) != len(tokens):
             raise ValueError(f"{path}: expected the tokens that its name stands for, got others")
         return exported
 

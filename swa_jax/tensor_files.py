@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import safetensors
 
-from swa_jax.files import find_dtype, not_safetensors
+from swa_jax.files import as_array, header_size, not_safetensors
 from swa_jax.json_fields import parse_json
+from swa_jax.reading import MAX_INDEX_BYTES, inside, open_regular, read_regular
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -30,7 +31,6 @@ class _Entry(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     start: int
-    stop: int
 
 
 class TensorFiles(Mapping[str, np.ndarray]):
@@ -44,10 +44,9 @@ class TensorFiles(Mapping[str, np.ndarray]):
         self._entries = entries
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """A tensor. Raises ValueError if NumPy has no such dtype; KeyError if there is none."""
-        entry = self._entries[name]
-        dtype = find_dtype(entry.file, name, entry.dtype)
-        return np.ndarray(entry.shape, dtype, buffer=entry.data, offset=entry.start)
+        """A tensor. ValueError if NumPy has no such dtype or shape; KeyError if there is none."""
+        file, data, dtype, shape, start = self._entries[name]
+        return as_array(file, name, dtype, shape, data, start)
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries  # whatever its dtype
@@ -76,7 +75,8 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFiles:
         snapshot of a Hugging Face cache they may be links to the cache's blobs.
 
     Returns:
-      A mapping of read-only arrays. Its files stay open as long as it, or an array, is alive.
+      A mapping of read-only arrays. Its files stay open as long as it, or an array, is alive, and
+      must not become shorter meanwhile: reading what is gone ends the process.
 
     Raises:
       ValueError: a file is not whole or not safetensors, or the index and its files differ.
@@ -91,7 +91,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFiles:
     if index.is_file():
         return TensorFiles(_read_sharded(path, index))
     if single.is_file():
-        return TensorFiles(_read_entries(_inside(path, SINGLE)))
+        return TensorFiles(_read_entries(inside(path, SINGLE)))
     pickled = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLED)
     if pickled:
         raise ValueError(
@@ -110,32 +110,29 @@ def listed(faults: Iterable[str]) -> str:
 
 def _read_entries(path: Path) -> dict[str, _Entry]:
     """The header of one file; the library checks that offsets and shapes fit it without holes."""
-    try:
-        with (
-            safetensors.safe_open(path, framework="numpy"),
-            path.open("rb") as file,
-        ):
-            size = int.from_bytes(file.read(8), "little")
-            header = parse_json(file.read(size))
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (safetensors.SafetensorError, ValueError) as error:
-        raise not_safetensors(str(path), error) from None
+    with open_regular(path) as file:
+        try:
+            size = header_size(file.read(8))
+            with safetensors.safe_open(path, framework="numpy"):
+                header = parse_json(file.read(size))
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (safetensors.SafetensorError, ValueError) as error:
+            raise not_safetensors(str(path), error) from None
     header.pop("__metadata__", None)
     entries = {}
     for name, field in header.items():
-        start, stop = (8 + size + offset for offset in field["data_offsets"])
-        shape = tuple(field["shape"])
-        entries[name] = _Entry(str(path), data, field["dtype"], shape, start, stop)
+        start = 8 + size + field["data_offsets"][0]
+        entries[name] = _Entry(str(path), data, field["dtype"], tuple(field["shape"]), start)
     return entries
 
 
 def _read_sharded(directory: Path, index: Path) -> dict[str, _Entry]:
     """The headers of all files that the index names, which must say the same as it."""
-    weight_map = _read_index(_inside(directory, INDEX))
+    weight_map = _read_index(inside(directory, INDEX))
     wanted: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
         wanted.setdefault(shard, set()).add(name)
-    files = {shard: _inside(directory, shard) for shard in sorted(wanted)}
+    files = {shard: inside(directory, shard) for shard in sorted(wanted)}
     missing = [f"no {shard}" for shard, path in files.items() if not path.is_file()]
     if missing:
         raise ValueError(f"{index}: expected its files beside it, got {listed(missing)}")
@@ -156,26 +153,16 @@ def _read_sharded(directory: Path, index: Path) -> dict[str, _Entry]:
 
 def _read_index(index: Path) -> dict[str, str]:
     """The weight map of an index. Its total_size is not looked at: converters leave wrong ones."""
+    data = read_regular(index, MAX_INDEX_BYTES)
     try:
-        fields = parse_json(index.read_bytes())
+        fields = parse_json(data)
     except ValueError as error:
         raise ValueError(f"{index}: expected JSON text, got {error}") from None
     if not isinstance(fields, dict) or not isinstance(fields.get("weight_map"), dict):
         raise ValueError(f"{index}: expected an object with a weight_map, got none")
     for shard in fields["weight_map"].values():
         plain = isinstance(shard, str) and shard not in ("", ".", "..")
-        if not plain or any(character in shard for character in "/\\\0"):
+        # half a surrogate pair is no name either, as no file system can hold it
+        if not plain or any(c in "/\\\0" or "\ud800" <= c <= "\udfff" for c in shard):
             raise ValueError(f"{index}: expected names of files beside it, got {shard!r}")
     return fields["weight_map"]
-
-
-def _inside(directory: Path, name: str) -> Path:
-    """A file of the directory, which must be there itself and not elsewhere through a link."""
-    path = directory / name
-    folder, target = Path(os.path.realpath(directory)), Path(os.path.realpath(path))
-    allowed = [folder]
-    if folder.parent.name == "snapshots":  # of a Hugging Face cache: links to files named by hash
-        allowed.append(folder.parent.parent / "blobs")
-    if target.parent not in allowed:
-        raise ValueError(f"{directory}: expected files of its own, got {name}, a link out of it")
-    return path
