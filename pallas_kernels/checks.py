@@ -1,5 +1,6 @@
 """Checks of arguments at the boundary of a public call: expected and got, at trace time."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,6 +98,19 @@ def check_count(name: str, value: object) -> None:
     """Raises ValueError unless the value is an integer of 1 or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raises ValueError unless the value is a number above 0 in the normal range of float32."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
+    smallest, largest = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+    if not smallest <= value <= largest:
+        raise ValueError(
+            f"{name}: expected a number that float32 holds, from {smallest:.3g} to {largest:.3g}, "
+            f"got {value!r}"
+        )
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:

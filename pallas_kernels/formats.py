@@ -61,6 +61,12 @@ class KVCacheFormat:
     note: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self):
+        for field in ("name", "note"):
+            if not isinstance(getattr(self, field), str):
+                raise ValueError(f"{field}: expected a string, got {getattr(self, field)!r}")
+        for field in ("scales_last", "token_interleaved"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field}: expected True or False, got {getattr(self, field)!r}")
         for field in ("quantized_elements", "elements_per_scale", "raw_elements", "pad_bytes"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,18 @@ from swa_jax.json_fields import build, parse_object
 from swa_jax.ring import RingGeometry
 from swa_jax.rotary import YarnScaling, rotary_turns
 
+# Far beyond any model, and what a configuration takes by itself stays small: a table of rotary
+# frequencies on the host, an object for each layer.
+_MAX_HEAD_DIM, _MAX_LAYERS = 65536, 10000
+
 
 @dataclasses.dataclass(frozen=True)
 class AxisNames:
-    """Logical axis names of the parameters, for sharding rules."""
+    """Logical axis names of the parameters, for sharding rules.
+
+    Raises:
+      ValueError: a name is not a string.
+    """
 
     embed: str = "embed"
     mlp: str = "mlp"
@@ -28,6 +35,11 @@ class AxisNames:
     output_rank: str = "output_rank"
     layers: str = "layers"
     experts: str = "experts"
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if not isinstance(value, str):
+                raise ValueError(f"{name}: expected a string, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +97,10 @@ class AttentionConfig:
     axis_names: AxisNames = AxisNames()
 
     def __post_init__(self):
-        for name in ("hidden_size", "num_heads", "head_dim", "q_lora_rank", "o_groups",
-                     "o_lora_rank", "window"):  # fmt: skip
+        for name in ("hidden_size", "num_heads", "q_lora_rank", "o_groups", "o_lora_rank",
+                     "window"):  # fmt: skip
             _check_int(name, getattr(self, name), 1)
+        _check_int("head_dim", self.head_dim, 1, _MAX_HEAD_DIM)
         _check_int("draft_tokens", self.draft_tokens, 0)
         _check_int("rope_dim", self.rope_dim, 0)
         if self.rope_dim % 2 or self.rope_dim > self.head_dim:
@@ -100,7 +113,7 @@ class AttentionConfig:
                 f"o_groups: expected a divisor of num_heads {self.num_heads}, got {self.o_groups}"
             )
         for name in ("rope_theta", "norm_eps"):
-            _check_positive(name, getattr(self, name))
+            checks.check_positive(name, getattr(self, name))
         if self.rope_scaling is not None:
             if not isinstance(self.rope_scaling, YarnScaling):
                 raise ValueError(
@@ -182,7 +195,7 @@ class ExpertsConfig:
             )
         checks.check_choice("scoring", self.scoring, ("softmax", "sigmoid", "sqrt_softplus"))
         _check_bool("normalise_weights", self.normalise_weights)
-        _check_positive("routed_scale", self.routed_scale)
+        checks.check_positive("routed_scale", self.routed_scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,8 +225,8 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
 
     def __post_init__(self):
-        for name in ("vocab_size", "num_layers"):
-            _check_int(name, getattr(self, name), 1)
+        _check_int("vocab_size", self.vocab_size, 1)
+        _check_int("num_layers", self.num_layers, 1, _MAX_LAYERS)
         check_feed_forward(self.mlp_size, self.experts)
         if isinstance(self.attention, list):
             object.__setattr__(self, "attention", tuple(self.attention))
@@ -317,17 +330,11 @@ def check_feed_forward(mlp_size: Any, experts: Any) -> None:
         )
 
 
-def _check_int(name: str, value: Any, smallest: int) -> None:
+def _check_int(name: str, value: Any, smallest: int, largest: int = checks.INT32_MAX) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
         raise ValueError(f"{name}: expected an integer of {smallest} or more, got {value!r}")
-    if value > checks.INT32_MAX:
-        raise ValueError(f"{name}: expected at most {checks.INT32_MAX}, got {value!r}")
-
-
-def _check_positive(name: str, value: Any) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value <= sys.float_info.max:
-        raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
+    if value > largest:
+        raise ValueError(f"{name}: expected at most {largest}, got {value!r}")
 
 
 def _check_bool(name: str, value: Any) -> None:

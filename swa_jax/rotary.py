@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 import math
-import sys
 
 import numpy as np
 from jaxtyping import Float64, UInt32
 
+from pallas_kernels import checks
 from pallas_kernels.transforms import turns_per_position
 
 
@@ -36,10 +36,7 @@ class YarnScaling:
 
     def __post_init__(self):
         for name in ("factor", "original_max_positions", "beta_fast", "beta_slow"):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 < value <= sys.float_info.max:
-                raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
+            checks.check_positive(name, getattr(self, name))
         if not isinstance(self.original_max_positions, int):
             raise ValueError(
                 f"original_max_positions: expected an integer, got {self.original_max_positions!r}"
