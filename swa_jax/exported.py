@@ -13,6 +13,7 @@ from jaxtyping import Array, Int32, UInt8
 from pallas_kernels import KVCacheFormat, checks
 from pallas_kernels.serialization import register_serialization
 from swa_jax.files import read_safetensors, write_safetensors
+from swa_jax.json_fields import build, parse_object
 from swa_jax.ring import RingGeometry
 
 
@@ -53,8 +54,8 @@ class ExportedSlot:
           model: what `to_bytes` was given.
 
         Raises:
-          ValueError: the bytes are cut short or are something else, or the rows are of another
-            model.
+          ValueError: the bytes are cut short, changed or something else, or the rows are of
+            another model.
         """
         return cls.from_tensors(*read_safetensors(data, "exported slot"), model)
 
@@ -62,14 +63,13 @@ class ExportedSlot:
         """What `to_bytes` writes: arrays by name, and the texts of the header."""
         rows = np.asarray(self.data)
         metadata = {
-            "sha256": hashlib.sha256(rows.tobytes()).hexdigest(),
             "window": str(self.geometry.window),
             "capacity": str(self.geometry.capacity),
             "format": json.dumps(dataclasses.asdict(self.fmt)),
             "next_position": str(int(self.next_position)),
             "model": model,
         }
-        return {"rows": rows}, metadata
+        return {"rows": rows}, metadata | {"sha256": _digest(rows, metadata)}
 
     @classmethod
     def from_tensors(
@@ -77,21 +77,34 @@ class ExportedSlot:
     ) -> "ExportedSlot":
         """The inverse of `to_tensors`. Raises ValueError as `from_bytes`; other tensors may be."""
         try:
-            fmt = KVCacheFormat(**json.loads(metadata["format"]))
-            geometry = RingGeometry(int(metadata["window"]), int(metadata["capacity"]))
-            next_position = checks.as_int32("next_position", int(metadata["next_position"]))
-            rows, rows_of, digest = tensors["rows"], metadata["model"], metadata["sha256"]
+            texts = {name: metadata[name] for name in _HEADER}
+            rows, digest = tensors["rows"], metadata["sha256"]
+            fmt = build(KVCacheFormat, parse_object("format", texts["format"]))
+            geometry = RingGeometry(int(texts["window"]), int(texts["capacity"]))
+            next_position = checks.as_int32("next_position", int(texts["next_position"]))
         except KeyError as error:
             raise ValueError(f"exported slot: expected an entry {error}, got none") from None
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"exported slot: expected another header, got {error}") from None
-        if rows_of != model:
-            raise ValueError(f"exported slot: expected rows of model {model!r}, got {rows_of!r}")
+        if texts["model"] != model:
+            raise ValueError(
+                f"exported slot: expected rows of model {model!r}, got {texts['model']!r}"
+            )
         if rows.dtype != np.uint8:
             raise ValueError(f"exported slot: expected uint8 rows, got {rows.dtype}")
         checks.check_shape("exported slot", rows, (None, geometry.window - 1, fmt.row_bytes))
-        if hashlib.sha256(rows.tobytes()).hexdigest() != digest:
-            raise ValueError("exported slot: expected the rows of its header's sha256, got others")
         if next_position < 0:
             raise ValueError(f"exported slot: expected a position from 0, got {next_position}")
+        if _digest(rows, texts) != digest:
+            raise ValueError("exported slot: expected rows and header of its sha256, got others")
         return cls(jnp.asarray(rows), next_position, geometry, fmt)
+
+
+_HEADER = ("window", "capacity", "format", "next_position", "model")
+
+
+def _digest(rows: UInt8[np.ndarray, "layers w1 row_bytes"], header: Mapping[str, str]) -> str:
+    """sha256 over the rows and what the header says of them."""
+    digest = hashlib.sha256(json.dumps([header[name] for name in _HEADER]).encode())
+    digest.update(rows.tobytes())
+    return digest.hexdigest()

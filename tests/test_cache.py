@@ -336,7 +336,7 @@ def test_bytes_that_are_cut_short_are_refused(keep):
             r"expected shape \(any, 2, 66\), got \(3, 2, 33\)",
         ),
         ({"capacity": "2"}, "capacity: expected window"),
-        ({"format": "V41"}, "exported slot: expected another header, got Expecting value"),
+        ({"format": "V41"}, "exported slot: expected another header, got .*Expecting value"),
         ({"format": "[3]"}, "exported slot: expected another header, got "),
         ({"format": '{"size": 3}'}, "exported slot: expected another header, got .*'size'"),
         ({"next_position": "-1"}, "expected a position from 0, got -1"),
@@ -373,7 +373,7 @@ def test_bytes_whose_rows_were_changed_are_refused():
     tensors, metadata = read_safetensors(filled().export_slot(0, 3).to_bytes())
     rows = np.array(tensors["rows"])
     rows[0, 1, 2] ^= 1
-    with pytest.raises(ValueError, match="expected the rows of its header's sha256, got others"):
+    with pytest.raises(ValueError, match="expected rows and header of its sha256, got others"):
         ExportedSlot.from_bytes(write_safetensors({"rows": rows}, metadata))
 
 

@@ -188,7 +188,7 @@ def test_a_file_is_named_by_length_and_sha256_of_model_and_tokens_and_replaced(s
         ({"tokens": np.int32([0, 1])}, "expected the tokens that its name stands for"),
         ({"tokens": None}, "expected the tokens that its name stands for"),
         ({"model": "another"}, "expected rows of model 'a model', got 'another'"),
-        ({"next_position": "4"}, "expected the tokens that its name stands for"),
+        ({"next_position": "4"}, "expected rows and header of its sha256, got others"),
         ({"cut": 100}, "prefix: expected a whole safetensors file"),
         ({"cut": -1}, "prefix: expected a whole safetensors file"),
     ],
