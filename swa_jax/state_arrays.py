@@ -98,25 +98,37 @@ def state_to_arrays(state: DecodeState, tokens: Sequence[Sequence[int]]) -> dict
 
 
 def state_from_arrays(
-    arrays: Mapping[str, Array], config: DecoderConfig, slots: int, kind: str
+    arrays: Mapping[str, Array], config: DecoderConfig, batch: int, slots: int, kind: Any
 ) -> tuple[DecodeState, list[list[int]]]:
     """The inverse of `state_to_arrays`.
 
     Args:
       arrays: by name.
       config: the decoder's.
+      batch: number of requests.
       slots: state slots of the cache.
       kind: of the keys, one of KEY_KINDS.
 
     Raises:
-      ValueError: the rings are not those of the configuration, or another kind of keys.
-      KeyError: an array is missing.
+      ValueError: the arrays are not those of such a state, or another kind of keys.
     """
     checks.check_choice("keys", kind, KEY_KINDS)
     cache = jax.eval_shape(lambda: RingCache.for_decoder(config, slots))
+    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=kind)))
+    shapes = {
+        **dict.fromkeys((*_PER_REQUEST, "top_k"), (jnp.int32, (batch,))),
+        **dict.fromkeys(("temperature", "top_p"), (jnp.float32, (batch,))),
+        **dict.fromkeys(("stop_tokens", "given"), (jnp.int32, (batch, None))),
+        **{f"block_{i}": (block.dtype, block.shape) for i, block in enumerate(cache.blocks)},
+        "keys": (key.dtype, (batch, *key.shape)),
+    }
+    if set(arrays) != set(shapes):
+        raise ValueError(f"state: expected {sorted(shapes)}, got {sorted(arrays)}")
+    for name, (dtype, shape) in shapes.items():
+        checks.check_shape(name, arrays[name], shape)
+        if arrays[name].dtype != dtype:
+            raise ValueError(f"{name}: expected {jnp.dtype(dtype)}, got {arrays[name].dtype}")
     blocks = tuple(arrays[f"block_{i}"] for i in range(len(cache.blocks)))
-    for want, got in zip(cache.blocks, blocks, strict=True):
-        checks.check_shape("block", got, want.shape)
     sampling = Sampling(
         arrays["temperature"],
         arrays["top_k"],

@@ -22,10 +22,10 @@ import orbax.checkpoint as ocp
 from swa_jax.config import DecoderConfig, plain_config
 from swa_jax.decoding import DecodeState
 from swa_jax.files import open_new
-from swa_jax.json_fields import parse_object
 from swa_jax.modules import Decoder
 from swa_jax.prefilling import Params
 from swa_jax.prompts import token_ids
+from swa_jax.reading import inside, read_object
 from swa_jax.state_arrays import (
     compare,
     identity,
@@ -174,19 +174,31 @@ def restore_state(
     slots = batch if slots is None else slots
     want = identity(model.config, batch, slots, settings)
     header = _read_header(path)
-    got = {name: header[name] for name in want}
-    # read as a configuration: a field that is younger than the checkpoint has its default
-    got["config"] = plain_config(DecoderConfig.from_json(json.dumps(got["config"])))
-    compare(path, want, got)
+    got = {name: header.get(name) for name in want}
+    try:
+        # a field that is younger than the checkpoint has its default
+        config = DecoderConfig.from_json(json.dumps(got["config"]))
+    except ValueError as error:
+        raise _not_whole(path, error) from None
+    compare(path, want, got | {"config": plain_config(config)})
     # orbax reads many files at once: of several that are cut it would report each in its own way
-    found, files = _file_digests(path / _ARRAYS), header["files"]
+    found, files = _file_digests(path / _ARRAYS), header.get("files")
+    if not isinstance(files, dict):
+        raise _not_whole(path, f"{_HEADER} with files {files!r}")
     wrong = sorted(name for name in found | files if found.get(name) != files.get(name))
     if wrong:
         raise _not_whole(path, f"missing, other or changed files {wrong[:3]}")
-    with ocp.StandardCheckpointer() as checkpointer:
-        trees = checkpointer.restore(path / _ARRAYS, _abstract(header["arrays"]))
-    state, tokens = state_from_arrays(trees["state"], model.config, slots, header["keys"])
-    return Restored(step, trees["params"], state, tokens)
+    arrays = header.get("arrays")
+    if not isinstance(arrays, dict):  # orbax would take what there is
+        raise _not_whole(path, f"{_HEADER} with arrays {arrays!r}")
+    trees = _restore_arrays(path, arrays)
+    try:
+        state, given = state_from_arrays(
+            trees["state"], model.config, batch, slots, header.get("keys")
+        )
+    except ValueError as error:
+        raise _not_whole(path, error) from None
+    return Restored(step, trees["params"], state, given)
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
@@ -222,10 +234,10 @@ def _partial(path: Path) -> Path:
 
 
 def _file_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file below a folder, by its path there."""
+    """SHA-256 of each file below a folder, by its path there. What is elsewhere is none of it."""
     digests = {}
     for path in folder.rglob("*"):
-        if path.is_file():
+        if path.is_file() and not path.is_symlink():
             with path.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             digests[str(path.relative_to(folder))] = found
@@ -238,14 +250,15 @@ def _text_digest(header: Mapping[str, Any]) -> str:
 
 def _read_header(path: Path) -> dict[str, Any]:
     try:
-        whole = parse_object(_HEADER, (path / _HEADER).read_text())
+        whole = read_object(inside(path, _HEADER))
+        inside(path, _ARRAYS)
     except (OSError, ValueError) as error:
         raise _not_whole(path, error) from None
     header = whole.get("header")
     if not isinstance(header, dict) or whole.get("digest") != _text_digest(header):
         raise _not_whole(path, f"another {_HEADER}")
-    if header["version"] != _VERSION:
-        raise ValueError(f"{path}: expected version {_VERSION}, got {header['version']!r}")
+    if header.get("version") != _VERSION:
+        raise ValueError(f"{path}: expected version {_VERSION}, got {header.get('version')!r}")
     return header
 
 
@@ -261,14 +274,20 @@ def _plain(name: str, tree: Any) -> Any:
     return array
 
 
-def _abstract(shapes: Any) -> Any:
-    """What orbax is to restore, from [dtype, *shape] of each array."""
+def _restore_arrays(path: Path, shapes: dict[str, Any]) -> dict[str, Any]:
+    """The trees of a checkpoint, which has [dtype, *shape] in the place of each array."""
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf[1:], jnp.dtype(leaf[0]), sharding=device),
-        shapes,
-        is_leaf=lambda node: isinstance(node, list),
-    )
+    try:
+        abstract = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf[1:], jnp.dtype(leaf[0]), sharding=device),
+            shapes,
+            is_leaf=lambda node: isinstance(node, list),
+        )
+        with ocp.StandardCheckpointer() as checkpointer:
+            return checkpointer.restore(path / _ARRAYS, abstract)
+    except Exception as error:  # orbax and tensorstore raise errors of many kinds
+        text = " ".join(str(error).split())
+        raise _not_whole(path, f"{type(error).__name__}: {text[:300]}") from error
 
 
 def _not_whole(path: Path, found: object) -> ValueError:

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -360,6 +361,72 @@ def test_arrays_under_the_header_of_others_are_refused(saved, tmp_path):
     shutil.copytree(folder / "state_3" / "arrays", folder / "state_7" / "arrays")
     with pytest.raises(ValueError, match="got missing, other or changed files"):
         restore(folder)
+
+
+MADE_UP = {
+    "no files": (lambda header: header.pop("files"), "header.json with files None"),
+    "files of another kind": (lambda header: header.update(files=3), "header.json with files 3"),
+    "no configuration": (lambda header: header.pop("config"), "DecoderConfig: expected a JSON obj"),
+    "no keys": (lambda header: header.pop("keys"), "keys: expected one of 'threefry2x32', "),
+    "other keys": (lambda header: header.update(keys="rbg"), r"keys: expected shape \(3, 4\)"),
+    "no arrays": (lambda header: header.pop("arrays"), "header.json with arrays None"),
+    "arrays of another kind": (
+        lambda header: header.update(arrays=[[[]]]),
+        r"header.json with arrays \[\[\[\]\]\]",
+    ),
+    "empty trees": (lambda header: header.update(arrays={"params": {}, "state": {}}), ""),
+    "a dtype that is none": (
+        lambda header: header["arrays"]["state"].update(positions=["float33", 3]),
+        "TypeError: ",
+    ),
+    "another dtype": (
+        lambda header: header["arrays"]["state"].update(positions=["int8", 3]),
+        "positions: expected int32, got int8",
+    ),
+    "a larger shape": (
+        lambda header: header["arrays"]["state"].update(positions=["int32", 2**40]),
+        "ValueError: ",
+    ),
+    "a negative shape": (
+        lambda header: header["arrays"]["state"].update(positions=["int32", -3]),
+        "",
+    ),
+    "an array less": (lambda header: header["arrays"]["state"].pop("positions"), ""),
+    "an array more": (lambda header: header["arrays"]["state"].update(more=["int32", 3]), ""),
+    "no parameters": (lambda header: header["arrays"].pop("params"), ""),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), MADE_UP.values(), ids=MADE_UP)
+def test_a_header_that_somebody_made_up_is_refused_in_one_line(saved, tmp_path, change, message):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved, folder)
+    header = json.loads((folder / "state_7" / "header.json").read_text())["header"]
+    change(header)
+    write_header(folder / "state_7", header)
+    want = f"state_7: expected a whole checkpoint of a decode state, got {message}"
+    with pytest.raises(ValueError, match=want) as caught:
+        restore(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_read_elsewhere_or_waited_for(saved, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved, folder)
+    path = folder / "state_7"
+    for name in ("header.json", "arrays", "arrays/manifest.ocdbt"):
+        (path / name).rename(tmp_path / "elsewhere")
+        (path / name).symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(ValueError, match="state_7: expected a whole checkpoint"):
+            restore(folder)
+        (path / name).unlink()
+        if name != "arrays":
+            os.mkfifo(path / name)
+            with pytest.raises(ValueError, match="state_7: expected a whole checkpoint"):
+                restore(folder)
+            (path / name).unlink()
+        (tmp_path / "elsewhere").rename(path / name)
+    assert restore(folder).step == 7
 
 
 def test_what_is_not_a_checkpoint_is_refused(saved, tmp_path):
