@@ -45,6 +45,13 @@ def scale_values(scales: np.ndarray) -> Float32[np.ndarray, "m n"]:
     return scales.astype(np.float32)
 
 
+def wrong_scale(scales: np.ndarray) -> float | None:
+    """The first scale that no quantiser gives, NaN, infinite or below 0; None if there is none."""
+    values = scale_values(scales)
+    wrong = values[~(np.isfinite(values) & (values >= 0))]
+    return float(wrong[0]) if wrong.size else None
+
+
 def dequantize(
     codes: np.ndarray,
     scales: Float32[np.ndarray, "m n"],

@@ -18,6 +18,7 @@ from swa_jax.block_scales import (
     find_block_size,
     scale_values,
     scales_shape,
+    wrong_scale,
 )
 from swa_jax.tensor_files import TensorFiles, listed
 from swa_jax.weight_names import Leaf, Names, Part
@@ -50,7 +51,8 @@ def load_leaves(
       Arrays of JAX on its default device, in nested dictionaries.
 
     Raises:
-      ValueError: missing, misshapen and unexpected tensors; one error lists them.
+      ValueError: missing, misshapen and unexpected tensors, and scales out of range; one error
+        lists them.
     """
     _check(source, tensors, leaves, names, set(present))
     tree: dict[str, Any] = {}
@@ -100,6 +102,11 @@ def _faults(tensors, part: Part, names: Names) -> Iterator[str]:
         return
     if dtype != E4M3:
         yield f"{scale}: expected scales beside float8_e4m3fn only, got {part.name} in {dtype}"
+    if scale_dtype in SCALE_DTYPES:
+        wrong = wrong_scale(np.asarray(tensors[scale]))
+        _release(tensors, scale)
+        if wrong is not None:
+            yield f"{scale}: expected finite scales of 0 or more, got {wrong}"
     if find_block_size(part.shape, scale_shape) is None:
         fitting = " or ".join(str(scales_shape(part.shape, block)) for block in BLOCK_SIZES)
         yield f"{scale}: expected shape {fitting}, got {scale_shape}"
