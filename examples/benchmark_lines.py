@@ -4,14 +4,18 @@ import dataclasses
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeGuard
 
 import jax
 from benchmark_clock import Figure
+
+from swa_jax.json_fields import parse_json
+from swa_jax.reading import read_regular
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "swa-jax", "torch", "transformers")
 WORSE = 1.15
@@ -61,20 +65,64 @@ def write(line: dict[str, Any], file: TextIO) -> None:
     file.flush()
 
 
-def load(path: Path) -> list[dict[str, Any]]:
+def load(path: Path, where: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The lines of a file, the header first.
+
+    Args:
+      path: the file.
+      where: what the header must say beside the versions.
 
     Raises:
       OSError: the file cannot be read.
       ValueError: it is not a benchmark's.
     """
+    data = read_regular(path)
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [parse_json(line) for line in data.splitlines()]
     except ValueError as error:
         raise ValueError(f"{path}: expected lines of JSON: {error}") from None
-    if not lines or not all(isinstance(line, dict) for line in lines) or "versions" not in lines[0]:
+    whole = lines and all(isinstance(line, dict) for line in lines)
+    if not whole or not isinstance(lines[0].get("versions"), dict):
         raise ValueError(f"{path}: expected what benchmark.py --out wrote, a header line first")
+    for name in where:
+        if not isinstance(lines[0].get(name), int if name == "cores" else str):
+            raise ValueError(f"{path}: expected {name} in the header, got {lines[0].get(name)!r}")
+    for number, line in enumerate(lines[1:], 2):
+        fault = _fault(line)
+        if fault is not None:
+            raise ValueError(f"{path}: line {number}: expected {fault}")
     return lines
+
+
+def _fault(line: dict[str, Any]) -> str | None:
+    """What a line lacks of what comparisons and tables take from it."""
+    texts = ("figure",) if "figure" in line else ("case", "program")
+    for name in ("suite", *texts):
+        if not isinstance(line.get(name), str):
+            return f"a string for {name}, got {line.get(name)!r}"
+    if "figure" in line:
+        number = _finite(line.get("value"))
+        return None if number else f"a number for value, got {line.get('value')!r}"
+    memory = line.get("temporary_bytes")
+    if memory is not None and not _finite(memory):
+        return f"a number for temporary_bytes, got {memory!r}"
+    shares = line.get("share", {})
+    if not isinstance(shares, dict):
+        return f"an object for share, got {shares!r}"
+    spreads = [*shares.values(), *([line["ratio"]] if "ratio" in line else [])]
+    for spread in spreads:
+        median = spread.get("median") if isinstance(spread, dict) else None
+        if not _finite(median) or median <= 0:
+            return f"ratios and shares with a median above 0, got {spread!r}"
+    return None
+
+
+def _finite(value: Any) -> TypeGuard[float]:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
 
 
 def compare(old: Iterable[dict], new: Iterable[dict]) -> tuple[list[str], int]:

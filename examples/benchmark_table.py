@@ -14,6 +14,8 @@ import benchmark_lines
 from command_line import Parser, print_error
 from marked_text import replace_between_marks
 
+WHERE = ("machine", "cores", "device", "python", "started")
+"""What a header says of where it was measured, beside the versions."""
 MARKS = "<!-- performance table -->", "<!-- end of performance table -->"
 
 
@@ -44,14 +46,18 @@ class Wanted:
             if (line.get("suite"), name, line.get("program", "")) == (
                 self.suite, self.case, self.program,
             ):  # fmt: skip
-                if self.what == "value":
-                    return line["value"]
-                if self.what == "temporary":
-                    return line["temporary_bytes"] / 1e6
-                if self.what == "share":
-                    return line["share"]["product"]["median"]
-                return line["ratio"]["median"]
+                return self._of(line)
         return None
+
+    def _of(self, line: dict) -> float | None:
+        if self.what == "value":
+            return line.get("value")
+        if self.what == "temporary":
+            memory = line.get("temporary_bytes")
+            return None if memory is None else memory / 1e6
+        shares = self.what == "share"
+        spread = line.get("share", {}).get("product") if shares else line.get("ratio")
+        return None if spread is None else spread["median"]
 
     def text(self, lines: Sequence[dict]) -> str:
         """The figure and the bound, with the sign that stands between them."""
@@ -189,7 +195,7 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     options: argparse.Namespace = parser.parse_args(arguments)
     try:
-        text = tables(benchmark_lines.load(options.lines))
+        text = tables(benchmark_lines.load(options.lines, WHERE))
         print(text)
         if options.update is not None:
             document = options.update.read_text()

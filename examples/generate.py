@@ -60,9 +60,16 @@ def load_model(path: Path) -> tuple[swa.Decoder, dict]:
     if "config" not in metadata:
         raise ValueError(f"{path}: expected a header entry 'config', got {sorted(metadata)}")
     try:
-        model = swa.Decoder(swa.DecoderConfig.from_json(metadata["config"]))
+        config = swa.DecoderConfig.from_json(metadata["config"])
     except ValueError as error:
         raise ValueError(f"{path}: header entry 'config': {error}") from None
+    for name, leaf in _named(params):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(f"{path}: expected floating tensors, got {leaf.dtype} in {name}")
+    layers = sum(name.startswith("layers_") for name in params)
+    if not config.scan_layers and layers != config.num_layers:
+        raise ValueError(f"{path}: expected {config.num_layers} layers, got {layers}")
+    model = swa.Decoder(config)
     variables = {"params": jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)}
     boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     expected = nn.meta.unbox(boxed)

@@ -23,6 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 import swa_jax as swa
+from swa_jax.reading import inside
 from swa_jax.sizing import ring_cache_bytes
 
 REFERENCE = "reference.safetensors"
@@ -49,13 +50,19 @@ def difference(config: swa.AttentionConfig, params: Any, x: np.ndarray, want: np
 
     A compressed cache has no entry yet: the recorded output is that of the window.
     """
+    want = np.asarray(want, np.float64)
+    if want.shape != x.shape:
+        raise ValueError(f"{REFERENCE}: expected an output of shape {x.shape}, got {want.shape}")
+    largest = np.max(np.abs(want), initial=0)
+    if not 0 < largest < np.inf:
+        raise ValueError(f"{REFERENCE}: expected outputs up to a finite size, got {largest}")
     config = dataclasses.replace(config, extra_fmt=None, dtype="float32")
     apply = jax.jit(swa.SlidingWindowAttention(config).apply)
     got = np.asarray(apply({"params": params}, jnp.asarray(x, jnp.float32)), np.float64)
-    want = np.asarray(want, np.float64)
-    if got.shape != want.shape:
-        raise ValueError(f"{REFERENCE}: expected an output of shape {got.shape}, got {want.shape}")
-    return float(np.max(np.abs(got - want)) / np.max(np.abs(want)))
+    found = float(np.max(np.abs(got - want)) / largest)
+    if not found < np.inf:
+        raise ValueError(f"{REFERENCE}: expected finite outputs of the weights for its x, got none")
+    return found
 
 
 def load(path: Path, limit: int | None) -> list[dict[str, Any]]:
@@ -64,9 +71,19 @@ def load(path: Path, limit: int | None) -> list[dict[str, Any]]:
     tensors = swa.checkpoint.open_tensors(path)
     reference: Mapping[str, Any] = {}
     if (path / REFERENCE).is_file():
-        reference = swa.checkpoint.open_tensors(path / REFERENCE)
+        reference = swa.checkpoint.open_tensors(inside(path, REFERENCE))
         if "x" not in reference:
             raise ValueError(f"{path / REFERENCE}: expected an input x, got {sorted(reference)}")
+        x = reference["x"]
+        if (
+            x.ndim != 3
+            or x.shape[2] != configs[0].hidden_size
+            or not jnp.issubdtype(x.dtype, jnp.floating)
+        ):
+            raise ValueError(
+                f"{path / REFERENCE}: expected a floating x [batch, tokens, "
+                f"{configs[0].hidden_size}], got {x.dtype}{x.shape}"
+            )
     layers = []
     for number, config in enumerate(tqdm(configs[:limit], unit="layer", disable=None)):
         params = swa.checkpoint.load_attention(tensors, config, number)["params"]

@@ -28,11 +28,13 @@ import numpy as np
 import optax
 from command_line import Parser
 from jaxtyping import Array, Bool, Float, Int, PyTree
-from safetensors import safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
 import swa_jax as swa
+from swa_jax.files import read_safetensors
+from swa_jax.json_fields import parse_json
+from swa_jax.reading import read_regular
 
 MODEL = swa.DecoderConfig(
     vocab_size=byte_text.VOCAB_SIZE,
@@ -324,26 +326,30 @@ def load_state(file: Path, like: TrainingState, identity: dict[str, str]) -> Tra
         The state.
 
     Raises:
-        ValueError: the file is of another run, model or text.
+        ValueError: the file is of another run, model or text, or is no such file.
+        OSError: it cannot be read.
     """
     names, structure = _leaves(like)
-    with safe_open(file, "numpy") as tensors:
-        metadata = tensors.metadata()
-        for key, value in identity.items():
-            if metadata.get(key) != value:
-                raise ValueError(
-                    f"{file} is of another {key.replace('_', ' ')}: expected {value}, "
-                    f"got {metadata.get(key)}"
-                )
-        # A copy that JAX owns: the state is donated, and safetensors' buffer is not ours to give.
-        leaves = [jnp.array(tensors.get_tensor(name)) for name in names]
-    tree = jax.tree.unflatten(structure, leaves)
-    return TrainingState(
-        int(metadata["step"]),
-        tree["params"],
-        tree["optimizer"],
-        json.loads(metadata["evaluations"]),
-    )
+    tensors, metadata = read_safetensors(read_regular(file), str(file))
+    for key, value in identity.items():
+        if metadata.get(key) != value:
+            raise ValueError(
+                f"{file} is of another {key.replace('_', ' ')}: expected {value}, "
+                f"got {metadata.get(key)}"
+            )
+    want = {name: (leaf.dtype, leaf.shape) for name, leaf in names.items()}
+    got = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    if want != got:
+        wrong = sorted(name for name in want | got if want.get(name) != got.get(name))
+        raise ValueError(f"{file}: expected the tensors of such a state, got others: {wrong[:5]}")
+    try:
+        step = int(metadata.get("step", ""))
+        evaluations = parse_json(metadata.get("evaluations", ""))
+    except ValueError as error:
+        raise ValueError(f"{file}: expected a step and evaluations, got {error}") from None
+    # A copy that JAX owns: the state is donated, and the file's buffer is not ours to give.
+    tree = jax.tree.unflatten(structure, [jnp.array(tensors[name]) for name in names])
+    return TrainingState(step, tree["params"], tree["optimizer"], evaluations)
 
 
 def start(
@@ -595,7 +601,7 @@ def main(arguments: list[str]) -> int:
     try:
         training, held_out = byte_text.load_corpus()
         state = start(MODEL, options.run, training, state_file if options.resume else None)
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"train_bytes.py: error: {error}", file=sys.stderr)
         return 2
     print(
