@@ -14,7 +14,7 @@ from pallas_kernels.fused_store import OPERATION as FUSED_STORE
 from pallas_kernels.fused_store.xla import transform_rows
 from pallas_kernels.indexed_attention import OPERATION as INDEXED_ATTENTION
 from swa_jax.config import AttentionConfig
-from swa_jax.heads import Rotation, attend_band, attend_indexed
+from swa_jax.heads import Rotation, attend_band, attend_indexed, by_query
 
 
 def chunk_rows(
@@ -84,7 +84,7 @@ def _cast_by_store(
     latents, norm_weight, cos, sin, *, config: AttentionConfig, card: str, interpret: bool
 ):
     del card  # the operation inside asks for itself
-    new, cos, sin = _flat(latents, cos, sin)
+    new, cos, sin = by_query(latents, cos, sin)
     rows = fused_store(
         _room(latents, config),
         new,
@@ -107,13 +107,9 @@ def _room(latents, config: AttentionConfig) -> KVRows:
     return KVRows.view(jnp.zeros(size, jnp.uint8), start=0, rows_per_slot=1, fmt=config.fmt)
 
 
-def _flat(*arrays):
-    return [array.reshape(-1, array.shape[-1]) for array in arrays]
-
-
 def _cast_refusal(latents, norm_weight, cos, sin, *, config: AttentionConfig) -> str | None:
     rows = jax.eval_shape(lambda latents: _room(latents, config), latents)
-    new, cos, sin = jax.eval_shape(_flat, latents, cos, sin)
+    new, cos, sin = jax.eval_shape(by_query, latents, cos, sin)
     return FUSED_STORE.refusal(
         rows, new, None, norm_weight, cos, sin, norm_eps=config.norm_eps,
         pairing=config.pairing, hadamard=config.hadamard, scale_floor=config.scale_floor,
@@ -153,9 +149,9 @@ def _assemble(
 
 
 def _refusal(q, data, segments, sink, cos, sin, extra, *, config: AttentionConfig) -> str | None:
-    flat = jax.eval_shape(lambda x: x.reshape(-1, *x.shape[2:]), q)
     rows, indices = jax.eval_shape(lambda d, s: _assemble(d, s, config), data, segments)
-    [angle] = [None] if config.hadamard else jax.eval_shape(_flat, cos)
+    flat, angle = jax.eval_shape(by_query, q, cos)
+    angle = None if config.hadamard else angle
     return INDEXED_ATTENTION.refusal(
         flat, rows, indices, None, extra, sink, None, angle, angle,
         query_norm_eps=None, pairing=config.pairing, output_format=None,

@@ -1,7 +1,7 @@
 """What happens to queries before attention and to the heads' outputs after it."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels import ExtraKV, KVRows, indexed_attention, transforms
 from pallas_kernels.dispatch import Implementation
@@ -10,6 +10,11 @@ from swa_jax.band import in_groups, window_attention
 from swa_jax.config import AttentionConfig
 
 Rotation = tuple[Float32[Array, "b t half"], Float32[Array, "b t half"]]
+
+
+def by_query(*arrays: Shaped[Array, "b t ..."]) -> list[Shaped[Array, "bt ..."]]:
+    """[B * T, ...] of arrays [B, T, ...], empty ones too, as angles of no rotation are."""
+    return [array.reshape(array.shape[0] * array.shape[1], *array.shape[2:]) for array in arrays]
 
 
 def prepare_queries(

@@ -15,7 +15,14 @@ from pallas_kernels.indexed_attention import OPERATION as INDEXED_ATTENTION
 from pallas_kernels.storage import gather_rows, is_valid_index
 from swa_jax.band import attend_visible, in_window, without_nan
 from swa_jax.config import AttentionConfig
-from swa_jax.heads import Rotation, attend_band, attend_indexed, finish, prepare_queries
+from swa_jax.heads import (
+    Rotation,
+    attend_band,
+    attend_indexed,
+    by_query,
+    finish,
+    prepare_queries,
+)
 from swa_jax.metadata import DecodeMetadata
 
 # Tokens whose scores are computed in one piece. Those of more are mostly outside of the window.
@@ -130,12 +137,10 @@ def _band_slots(meta: DecodeMetadata) -> Int32[Array, "b kt"]:
 
 
 def _refusal(q, rows, meta, sink, cos, sin, *, config: AttentionConfig) -> str | None:
-    def flat(array):
-        return jax.eval_shape(lambda x: x.reshape(-1, *x.shape[2:]), array)
-
-    angle = None if config.hadamard else flat(cos)
+    flat, angle = jax.eval_shape(by_query, q, cos)
+    angle = None if config.hadamard else angle
     return INDEXED_ATTENTION.refusal(
-        flat(q), rows, meta.indices, None, None, sink, None, angle, angle,
+        flat, rows, meta.indices, None, None, sink, None, angle, angle,
         query_norm_eps=None, pairing=config.pairing, output_format=None,
     )  # fmt: skip
 
