@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Int
 
@@ -36,7 +37,8 @@ def as_int32(name: str, value: Any) -> Int[Array, "..."]:
     if not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"{name}: expected integers, got dtype {dtype}")
     if isinstance(value, jax.Array) and dtype == jnp.int32:
-        return value
+        # A weak type, as of jnp.asarray(5), would be one more program of whoever is given it.
+        return lax.convert_element_type(value, jnp.int32) if value.weak_type else value
     if is_known(value):
         values = np.asarray(value)
         if values.size and (values.min() < -(2**31) or values.max() > INT32_MAX):
