@@ -270,7 +270,8 @@ def dequantize_rows(
 
     Returns:
       float32, width `fmt.num_elements`. Exact, for ue8m0 scales with codes 1 to 254; code 0 gives
-      zeros and code 255 (as any NaN scale) NaN.
+      zeros and code 255 (as any NaN scale) NaN. NaN is told by the scale alone: under another one
+      the e4m3 codes 7F and FF, which no row of a writer here has, stand for +-480.
 
     Raises:
       ValueError: wrong width, dtype or format.
