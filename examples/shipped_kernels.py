@@ -113,7 +113,7 @@ class ShippedKernel:
         pieces = triton_tiles.num_pieces(sum(columns for _, columns in lists))
         found: list[float] = []
         for _, columns in lists:
-            blocks = -(-columns // (tile.keys * pieces))  # of a piece, at most
+            blocks = triton_tiles.blocks_of_piece(columns, tile, pieces)
             last = -(-columns // tile.keys)
             shares = [
                 sum(piece * blocks + block < last for piece in range(pieces)) / pieces

@@ -215,8 +215,8 @@ def quantize_rows(
     """Rows of numbers as the bytes of a format.
 
     Quantised formats first round to bfloat16, then take per group the largest magnitude `amax`.
-    ue8m0: scale 2**ceil(log2(amax / 448)), e4m3 to nearest even. float32 scales: amax / 448.
-    e4m3 scales of e2m1 values: amax / 6, 2**-9 at least. The rule is that of DeepSeek-V4's
+    ue8m0: scale `2**ceil(log2(amax / 448))`, e4m3 to nearest even. float32 scales: amax / 448.
+    e4m3 scales of e2m1 values: amax / 6, `2**-9` at least. The rule is that of DeepSeek-V4's
     published inference code.
 
     Args:

@@ -77,9 +77,9 @@ def indexed_attention(
       implementation: None, "xla", "triton" or "interpret".
 
     Returns:
-      out: q's dtype[n, h, d], or uint8[n, h, output_format.row_bytes]. 0 where no row is visible.
-      lse: float32[n, h], the natural log of the sum of exponentials without the sink; -inf where
-        no row is visible.
+      The output, q's dtype[n, h, d] or uint8[n, h, output_format.row_bytes], 0 where no row is
+      visible; and lse, float32[n, h], the natural log of the sum of exponentials without the sink,
+      -inf where no row is visible.
 
     Raises:
       ValueError: a wrong shape, dtype, format or choice.

@@ -282,7 +282,7 @@ def _read(
         )
         return _Softmax(peak, mass, values)
 
-    blocks = pl.cdiv(width, tile.keys * pieces)  # of a piece
+    blocks = tiles.blocks_of_piece(width, tile, pieces)
     first, last = piece * blocks, pl.cdiv(used, tile.keys)
     if not tile.unroll:
         return lax.fori_loop(first, jnp.minimum(first + blocks, last), read_block, state)

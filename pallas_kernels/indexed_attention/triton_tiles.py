@@ -85,3 +85,14 @@ def num_pieces(columns: int) -> int:
     Few queries fill a card only if each is several programs; what many lose by it is the merge.
     """
     return max(1, -(-columns // _PIECE_COLUMNS))
+
+
+def blocks_of_piece(columns: int, tile: Tile, pieces: int) -> int:
+    """Blocks of a list that a piece of it has: piece i reads those from i times as many on.
+
+    Args:
+      columns: the list's width.
+      tile: of the kernel; a block is `tile.keys` columns.
+      pieces: as of `num_pieces`, for all lists together.
+    """
+    return -(-columns // (tile.keys * pieces))
