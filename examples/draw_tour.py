@@ -7,7 +7,7 @@ python examples/draw_tour.py --out DIR --format png
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,24 @@ PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 
 # Of Okabe and Ito: told apart by people who see few colours, and by their lightness.
 BLUE, ORANGE, GREEN, PALE, GREY = "#0072B2", "#E69F00", "#66C2A0", "#D9E8F2", "#C9C9C9"
-LINE = "#444444"
+LINE, HATCH = "#444444", "////"
 STYLE = {
     "font.size": 9,
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],  # the widest, to leave room for others
     "hatch.linewidth": 0.8,
-    "svg.fonttype": "path",  # the same glyphs for every reader
+    "svg.fonttype": "none",  # letters as letters: half the size
     "svg.hashsalt": "swa_jax",  # the same names in every run
 }
 
 
 def draw_band(data: dict[str, Any]) -> Figure:
     """The band of the window; in each cell the row of the ring that the key is read from."""
-    figure = Figure(figsize=(7.2, 4.9))
-    axes = _axes(figure, 0.09, 0.10, 0.58, 0.80)
+    figure = Figure(figsize=(7.2, 4.6))
+    axes = _axes(figure, 0.09, 0.11, 0.60, 0.81)
     count = len(data["queries"])
     for line, query in enumerate(data["queries"]):
-        oldest = query["keys"][0]
-        _cells(axes, line, range(oldest), GREY)
+        _cells(axes, line, range(query["keys"][0]), GREY)
         _cells(axes, line, query["keys"], BLUE, query["rows"], "white")
-        _cells(axes, line, range(query["position"] + 1, count), "white")
     _grid(axes, range(count), [str(q["position"]) for q in data["queries"]])
     axes.set_xlabel("key position")
     axes.set_ylabel("query position")
@@ -50,7 +49,7 @@ def draw_band(data: dict[str, Any]) -> Figure:
         (GREY, "has left the window"),
         ("white", "in the future"),
     ]
-    _legend(figure, entries, (0.69, 0.62))
+    _legend(figure, entries, (0.70, 0.62))
     return figure
 
 
@@ -95,53 +94,50 @@ def draw_ring(data: dict[str, Any]) -> Figure:
 def draw_chunk(data: dict[str, Any]) -> Figure:
     """The ring after each early store, and which keys of the chunk's queries are gone."""
     figure = Figure(figsize=(10.4, 4.3))
-    axes = _axes(figure, 0.10, 0.19, 0.27, 0.66)
-    lines = ["before"] + [f"store {query['position']}" for query in data["queries"]]
+    axes = _axes(figure, 0.10, 0.19, 0.33, 0.70)
     for line, held in enumerate(data["states"]):
-        _cells(axes, line, range(data["capacity"]), PALE, held)
-        if line:
-            slot = data["slots"][line - 1]
-            lost = str(held[slot]) in data["destroyed"]
-            _cells(axes, line, [slot], ORANGE, [held[slot]], hatch="////" if lost else None)
+        stored = data["slots"][line - 1 : line] if line else []
+        others = [row for row in range(data["capacity"]) if row not in stored]
+        _cells(axes, line, others, PALE, [held[row] for row in others])
+        for row in stored:
+            harms = str(held[row]) in data["destroyed"]
+            _cells(axes, line, [row], ORANGE, [held[row]], hatch=HATCH if harms else None)
+    lines = ["before"] + [f"store {query['position']}" for query in data["queries"]]
     _grid(axes, range(data["capacity"]), lines)
     axes.set_xlabel("row of the ring; the number is the position it holds")
     axes.set_title("The ring, if the chunk stored first")
-    axes = _axes(figure, 0.46, 0.19, 0.42, 0.66)
-    first = data["queries"][0]["needs"][0]
-    last = data["queries"][-1]["position"]
+    entries = [(PALE, "held"), (ORANGE, "stored"), (ORANGE, "stored over a needed row", HATCH)]
+    _legend(figure, entries, (0.05, 0.0), columns=3)
+
+    axes = _axes(figure, 0.53, 0.19, 0.44, 0.70)
     for line, query in enumerate(data["queries"]):
-        keys = range(first, last + 1)
-        _cells(axes, line, keys, "white")
-        lost = query["lost"]
-        kept = [key for key in query["needs"] if key not in lost]
-        _cells(axes, line, kept, BLUE, [""] * len(kept), offset=first)
-        _cells(axes, line, lost, ORANGE, ["lost"] * len(lost), hatch="////", offset=first)
-    _grid(axes, range(first, last + 1), [str(query["position"]) for query in data["queries"]])
+        kept = [key for key in query["needs"] if key not in query["lost"]]
+        _cells(axes, line, kept, BLUE)
+        _cells(axes, line, query["lost"], ORANGE, ["lost"] * len(query["lost"]), hatch=HATCH)
+    positions = [query["position"] for query in data["queries"]]
+    keys = range(data["queries"][0]["needs"][0], positions[-1] + 1)
+    _grid(axes, keys, [str(position) for position in positions])
     axes.set_xlabel("key position")
     axes.set_ylabel("query position")
-    axes.set_title(f"What each query needs (at most {data['max_tokens_per_step']} are safe)")
-    entries = [(BLUE, "needed, still there"), (ORANGE, "stored"), (PALE, "held")]
-    _legend(figure, entries, (0.46, 0.0), columns=3)
+    axes.set_title("The keys that each query of the chunk needs")
+    entries = [(BLUE, "needed, still there"), (ORANGE, "needed, overwritten", HATCH)]
+    _legend(figure, entries, (0.53, 0.0), columns=2)
     return figure
 
 
 def draw_verify(data: dict[str, Any]) -> Figure:
     """A table: tokens of a step by rows of a ring, and what the first query loses."""
-    figure = Figure(figsize=(7.2, 4.5))
-    axes = _axes(figure, 0.10, 0.20, 0.86, 0.66)
+    figure = Figure(figsize=(7.2, 4.4))
+    axes = _axes(figure, 0.10, 0.21, 0.87, 0.70)
     for line, lost in enumerate(data["lost"]):
-        for column, count in enumerate(lost):
-            colour, ink = (BLUE, "white") if count == 0 else (ORANGE, "black")
-            hatch = None if count == 0 else "////"
-            _cells(axes, line, [column], colour, [count], ink, hatch=hatch)
+        safe = [c for c, count in zip(data["capacities"], lost, strict=True) if count == 0]
+        harmed = [c for c in data["capacities"] if c not in safe]
+        _cells(axes, line, safe, BLUE, ["0"] * len(safe), "white")
+        _cells(axes, line, harmed, ORANGE, [count for count in lost if count])
     _grid(axes, data["capacities"], [str(tokens) for tokens in data["tokens"]])
-    default = data["capacities"].index(data["default"])
-    axes.add_patch(
-        Rectangle(
-            (default - 0.5, -0.5), 1, len(data["tokens"]), fill=False, edgecolor="black", lw=2.5
-        )
-    )
-    axes.set_xlabel("rows of the ring; the default for 5 drafts is framed")
+    frame = (data["default"] - 0.5, -0.5), 1, len(data["tokens"])
+    axes.add_patch(Rectangle(*frame, fill=False, ec="black", lw=2.5, zorder=3))
+    axes.set_xlabel("rows of the ring; the default, for 5 drafts, is framed")
     axes.set_ylabel("tokens of a step")
     axes.set_title(f"Rows of a window of {data['window']} that a step's first query loses")
     _legend(figure, [(BLUE, "none: allowed"), (ORANGE, "some: refused")], (0.10, 0.0), columns=2)
@@ -155,16 +151,15 @@ def draw_tiles(data: dict[str, Any]) -> Figure:
     starts = {"window": 0, "compressed": data["window_columns"] + gap}
     colours = [(BLUE, "white"), (ORANGE, "black"), (GREEN, "black")]
     for place, case in enumerate(data["cases"]):
-        axes = _axes(figure, 0.07, 0.72 - 0.30 * place, 0.91, 0.17)
+        axes = _axes(figure, 0.07, 0.73 - 0.31 * place, 0.91, 0.19)
         for block in case["blocks"]:
             colour, ink = colours[block["piece"]]
             left, width = starts[block["list"]] + block["first"], block["end"] - block["first"]
             for head in range(0, data["heads"], case["heads"]):
-                axes.add_patch(
-                    Rectangle((left, head), width, case["heads"], fc=colour, ec="white", lw=1.2)
-                )
-            axes.text(left + width / 2, data["heads"] / 2, str(block["piece"]), color=ink,
-                      ha="center", va="center", fontweight="bold", fontsize=11)  # fmt: skip
+                corner = (left, head)
+                axes.add_patch(Rectangle(corner, width, case["heads"], fc=colour, ec="white"))
+                middle = (left + width / 2, head + case["heads"] / 2)
+                axes.text(*middle, str(block["piece"]), color=ink, ha="center", va="center")
         axes.set_xlim(-4, starts["compressed"] + data["extra_columns"] + 4)
         axes.set_ylim(data["heads"], 0)
         axes.set_yticks(range(0, data["heads"] + 1, case["heads"]))
@@ -195,29 +190,36 @@ def _axes(figure: Figure, left: float, bottom: float, width: float, height: floa
 def _cells(
     axes: Axes,
     line: int,
-    columns: Iterable[int],
+    columns: Sequence[int],
     colour: str,
-    texts: Sequence[Any] | None = None,
+    texts: Sequence[Any] = (),
     ink: str = "black",
     hatch: str | None = None,
-    offset: int = 0,
 ) -> None:
-    """Cells of one line of a table, from its first column on."""
-    for i, column in enumerate(columns):
-        corner = (column - offset - 0.5, line - 0.5)
-        axes.add_patch(Rectangle(corner, 1, 1, fc=colour, ec=LINE, lw=0.6, hatch=hatch))
-        if texts is not None:
-            box = {"fc": colour, "ec": "none", "pad": 0.8} if hatch else None
-            axes.text(column - offset, line, str(texts[i]), color=ink, ha="center", va="center",
-                      bbox=box)  # fmt: skip
+    """Cells of one line of a table: neighbours, or single ones if they are hatched."""
+    single = [[column, column] for column in columns]
+    for first, last in single if hatch else tour_figures.runs(columns):
+        corner = (first - 0.5, line - 0.5)
+        edge = LINE if hatch else "none"  # a hatch has the colour of the edge
+        axes.add_patch(
+            Rectangle(corner, last - first + 1, 1, fc=colour, ec=edge, lw=0, hatch=hatch)
+        )
+    for column, text in zip(columns, texts, strict=False):
+        box = {"fc": colour, "ec": "none", "pad": 0.8} if hatch else None
+        axes.text(column, line, str(text), color=ink, ha="center", va="center", bbox=box)
 
 
 def _grid(axes: Axes, columns: Sequence[int], lines: Sequence[str]) -> None:
-    axes.set_xlim(-0.5, len(columns) - 0.5)
-    axes.set_ylim(len(lines) - 0.5, -0.5)
-    axes.set_xticks(range(len(columns)), [str(column) for column in columns])
+    """Lines between cells, and what each line and column of a table stands for."""
+    left, right, bottom = columns[0] - 0.5, columns[-1] + 0.5, len(lines) - 0.5
+    axes.set_xlim(left, right)
+    axes.set_ylim(bottom, -0.5)
+    axes.set_xticks(columns, [str(column) for column in columns])
     axes.set_yticks(range(len(lines)), lines)
     axes.tick_params(length=0)
+    inner = {"colors": LINE, "linewidths": 0.6}
+    axes.hlines([line + 0.5 for line in range(len(lines) - 1)], left, right, **inner)
+    axes.vlines([column + 0.5 for column in columns[:-1]], -0.5, bottom, **inner)
 
 
 def _bar(axes: Axes, line: int, runs: list[list[int]], colour: str, height: float = 0.7) -> None:
@@ -228,11 +230,15 @@ def _bar(axes: Axes, line: int, runs: list[list[int]], colour: str, height: floa
 
 def _legend(
     figure: Figure,
-    entries: Sequence[tuple[str, str]],
+    entries: Sequence[tuple[str, ...]],
     corner: tuple[float, float],
     columns: int = 1,
 ) -> None:
-    handles = [Patch(fc=colour, ec=LINE, lw=0.6, label=label) for colour, label in entries]
+    """Colours and what they mean, and the hatch if there is one."""
+    handles = [
+        Patch(fc=colour, ec=LINE, lw=0.6, label=label, hatch="".join(hatch) or None)
+        for colour, label, *hatch in entries
+    ]
     figure.legend(handles=handles, loc="lower left", bbox_to_anchor=corner, ncols=columns,
                   frameon=False)  # fmt: skip
 

@@ -53,7 +53,7 @@ def ring() -> dict[str, Any]:
             {
                 "position": position,
                 "first_visible": position - RING.window + 1,
-                "reads": _runs(row),
+                "reads": runs(row),
                 "writes": write,
                 "replaces": position - RING.capacity if position >= RING.capacity else None,
                 "stored": min(position + 1, RING.capacity),
@@ -145,12 +145,12 @@ def _tiled(card: str, lists: Sequence[tuple[str, Any, int]]) -> dict[str, Any]:
     }
 
 
-def _runs(rows: Sequence[int]) -> list[list[int]]:
-    """Rows in reading order as runs of neighbours, [first, last] each."""
-    runs = [[rows[0], rows[0]]]
-    for row in rows[1:]:
-        if row == runs[-1][1] + 1:
-            runs[-1][1] = row
+def runs(numbers: Sequence[int]) -> list[list[int]]:
+    """Numbers in their order as runs of neighbours, [first, last] each."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
         else:
-            runs.append([row, row])
-    return runs
+            found.append([number, number])
+    return found

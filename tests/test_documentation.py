@@ -17,6 +17,7 @@ import tomllib
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import matplotlib
@@ -29,7 +30,9 @@ from swa_jax.hf_config import write_config
 pytestmark = pytest.mark.quick_compilation
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("docs/**/*.md")))]
+PIECES = "docs/pieces/"  # of pages, which put them in
+DOCS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = ["README.md", *(page for page in DOCS if not page.startswith(PIECES))]
 NOT_CODE = ("text", "json")
 OUTPUT = "<!-- output -->"
 
@@ -43,11 +46,12 @@ RUN_WHEN_SLOW = [
     "python examples/attention_lab.py",
     "python examples/kv_layout_lab.py",
 ]
-# Commands that take long, need a card or write files, and the tests that rehearse them.
+# Commands that take long, need a card or write files, and the tests that rehearse them: a function
+# there, or what .ci/run calls the README's commands.
 REHEARSED = {
     "python -m swa_jax doctor": "test_command_line.py::"
     "test_doctor_names_versions_devices_and_implementations",
-    "pytest": "../.ci/run::the commands of README.md's block",
+    "pytest": "../.ci/run::test_command",
     "python examples/generate.py": "test_generate_example.py::"
     "test_shipped_model_continues_the_default_prompt_with_the_tokens_of_the_recompute",
     "python examples/generate.py --checkpoint state --checkpoint-every 100 --resume": (
@@ -122,8 +126,8 @@ class Block:
 
     Attributes:
       language: the word behind the fence; "" for none.
-      code: what stands between the fences, pieces of other files put in.
-      line: number of its first line in the page.
+      code: what stands between the fences.
+      line: number of the fence's line in the page.
       mark: the last line before the fence that is not empty.
     """
 
@@ -136,34 +140,34 @@ class Block:
 def read_blocks(text: str) -> list[Block]:
     """The fenced blocks of a page. ValueError for a fence that is not closed."""
     blocks, mark = [], ""
-    lines = iter(enumerate(text.splitlines(), 1))
+    lines = _with_pieces(text)
     for number, line in lines:
         fence = re.match(r"( *)(`{3,}|~{3,}) *([\w-]*)", line)
         if fence is None:
             mark = line.strip() or mark
             continue
         indent, fence_text, language = fence.groups()
-        inside = []
+        code = []
         for _, line in lines:
             if line.strip() == fence_text:
                 break
-            inside.append(line.removeprefix(indent))
+            code.append(line.removeprefix(indent) + "\n")
         else:
             raise ValueError(f"line {number}: expected an end of the block, got none")
-        code = "".join(f"{line}\n" for line in _with_pieces(inside))
-        blocks.append(Block(language, code, number, mark))
+        blocks.append(Block(language, "".join(code), number, mark))
         mark = ""
     return blocks
 
 
-def _with_pieces(lines: list[str]) -> Iterator[str]:
-    for line in lines:
+def _with_pieces(text: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines; those of a piece have the number of the line that puts it in."""
+    for number, line in enumerate(text.splitlines(), 1):
         piece = re.fullmatch(r'( *)--8<-- "(.+)"', line)
         if piece is None:
-            yield line
+            yield number, line
         else:
             for part in (ROOT / piece[2]).read_text().splitlines():
-                yield piece[1] + part
+                yield number, piece[1] + part
 
 
 @functools.cache
@@ -197,8 +201,9 @@ def test_blocks_are_found_with_their_marks_pieces_and_indents():
         Block("python", "1\n", 4, "<!-- a -->"),
         Block("", "```\n  z\n", 10, "- y"),
     ]
-    piece = '```python\n--8<-- "docs/pieces/small_model.py"\n```\n'
-    assert read_blocks(piece)[0].code == (ROOT / "docs/pieces/small_model.py").read_text()
+    [block] = read_blocks('a\n\n--8<-- "docs/pieces/small_model.md"\n')
+    assert (block.language, block.line, block.mark) == ("python", 3, "a")
+    assert block.code.splitlines()[0] == "import flax.linen as nn"
     with pytest.raises(ValueError, match="line 1: expected an end of the block, got none"):
         read_blocks("```python\n1\n")
 
@@ -219,13 +224,16 @@ def test_a_page_has_no_block_that_nothing_runs(page):
 
 def small_checkpoint(folder: Path) -> None:
     """What the README's block on a directory of weights reads."""
-    names: dict = {}
-    exec((ROOT / "docs/pieces/small_model.py").read_text(), names)
+    names: dict[str, Any] = {}
+    [block] = read_blocks((ROOT / PIECES / "small_model.md").read_text())
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec(block.code, names)
     swa.checkpoint.save_decoder(folder / "model", names["params"], names["config"])
     write_config(folder / "model", names["config"])
 
 
 PREPARED = {"README.md": small_checkpoint}
+SLOW = ["docs/how-to/drafts.md"]
 OWN_PROCESS = ["docs/how-to/devices.md"]  # a process has the devices it starts with
 
 
@@ -233,19 +241,32 @@ def python_pages() -> list[str]:
     return [page for page in PAGES if any(b.language == "python" for b in page_blocks(page))]
 
 
-@pytest.mark.parametrize("page", [page for page in python_pages() if page not in OWN_PROCESS])
-def test_the_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        PREPARED.get(page, lambda folder: None)(tmp_path)
-        monkeypatch.chdir(tmp_path)
-        names = {"__name__": "documentation"}
-        for block in page_blocks(page):
-            if block.language == "python":
-                # Lines count as in the page, so that a failure names the line that is wrong.
-                code = "\n" * block.line + block.code
+def run_python(page: str) -> None:
+    names = {"__name__": "documentation"}
+    for block in page_blocks(page):
+        if block.language == "python":
+            # Lines count as in the page, so that a failure names the line that is wrong.
+            code = "\n" * block.line + block.code
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
                 exec(compile(code, str(ROOT / page), "exec"), names)
 
 
+@pytest.mark.parametrize("page", sorted({*python_pages()} - {*SLOW, *OWN_PROCESS}))
+def test_the_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
+    if page in PREPARED:
+        PREPARED[page](tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run_python(page)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", SLOW)
+def test_the_python_blocks_of_a_slow_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_python(page)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("page", OWN_PROCESS)
 def test_the_python_blocks_of_a_page_run_in_a_process_of_their_own(page, tmp_path):
     code = "\n".join(block.code for block in page_blocks(page) if block.language == "python")
@@ -283,10 +304,7 @@ def test_no_list_has_a_command_that_no_page_has():
 def test_the_test_that_rehearses_a_command_is_there(where):
     file, _, name = where.partition("::")
     text = (ROOT / "tests" / file).read_text()
-    if file.endswith(".py"):
-        assert re.search(rf"^def {name}\(", text, re.MULTILINE)
-    else:
-        assert name in text.lower()
+    assert re.search(rf"^(def )?{name}(\(|=)", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -340,8 +358,7 @@ def test_every_page_is_in_the_navigation():
     text = (ROOT / "mkdocs.yml").read_text()
     nav = text.partition("\nnav:\n")[2].partition("\nplugins:\n")[0]
     named = re.findall(r": ([\w/-]+\.md)$", nav, re.MULTILINE)
-    pages = [p.removeprefix("docs/") for p in PAGES[1:] if not p.startswith("docs/pieces/")]
-    assert sorted(named) == pages
+    assert sorted(named) == [page.removeprefix("docs/") for page in PAGES[1:]]
 
 
 # --- pictures
