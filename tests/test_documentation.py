@@ -4,6 +4,7 @@ Python blocks of a page run in order in one namespace, in a folder of their own.
 run here, or is on a list that names the test which rehearses it. Other code does not pass.
 """
 
+import ast
 import dataclasses
 import functools
 import importlib.util
@@ -359,6 +360,25 @@ def test_every_page_is_in_the_navigation():
     nav = text.partition("\nnav:\n")[2].partition("\nplugins:\n")[0]
     named = re.findall(r": ([\w/-]+\.md)$", nav, re.MULTILINE)
     assert sorted(named) == [page.removeprefix("docs/") for page in PAGES[1:]]
+
+
+def bare_powers(text: str) -> list[str]:
+    """Powers that are not code: Markdown takes two of them for bold letters."""
+    return re.findall(r"\w\*\*[\w(-].*", re.sub(r"```.*?```|`[^`]+`", "", text, flags=re.DOTALL))
+
+
+@pytest.mark.parametrize("page", DOCS)
+def test_powers_in_a_page_are_code(page):
+    assert bare_powers((ROOT / page).read_text()) == []
+
+
+def test_no_paragraph_of_a_docstring_has_two_bare_powers():
+    for path in sorted([*ROOT.glob("swa_jax/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                for paragraph in (ast.get_docstring(node) or "").split("\n\n"):
+                    if not re.match(r"\w+:\n", paragraph):  # of arguments each is one of its own
+                        assert len(bare_powers(paragraph)) < 2, f"{path}: {paragraph}"
 
 
 # --- pictures
