@@ -23,7 +23,7 @@ PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 # Of Okabe and Ito: told apart by people who see few colours, and by their lightness.
 BLUE, ORANGE, GREEN, PALE, GREY = "#0072B2", "#E69F00", "#66C2A0", "#D9E8F2", "#C9C9C9"
 LINE, HATCH = "#444444", "////"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],  # the widest, to leave room for others
     "hatch.linewidth": 0.8,

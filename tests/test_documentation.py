@@ -18,11 +18,11 @@ import tomllib
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import matplotlib
 import pytest
+from small_models import attention_config, decoder_config, decoder_params
 
 import pallas_kernels
 import swa_jax as swa
@@ -41,7 +41,6 @@ OUTPUT = "<!-- output -->"
 RUN = [
     "python -m swa_jax size --preset v41-flash --slots 64",
     "python -m swa_jax trace --state-id 2 --positions 127:134 --tokens 6",
-    "python -m swa_jax trace --state-id 2 --positions 133:134 --tokens 8",
 ]
 RUN_WHEN_SLOW = [
     "python examples/attention_lab.py",
@@ -225,17 +224,16 @@ def test_a_page_has_no_block_that_nothing_runs(page):
 
 def small_checkpoint(folder: Path) -> None:
     """What the README's block on a directory of weights reads."""
-    names: dict[str, Any] = {}
-    [block] = read_blocks((ROOT / PIECES / "small_model.md").read_text())
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        exec(block.code, names)
-    swa.checkpoint.save_decoder(folder / "model", names["params"], names["config"])
-    write_config(folder / "model", names["config"])
+    config = decoder_config(attention_config(16, swa.V41), num_layers=1)
+    swa.checkpoint.save_decoder(folder / "model", decoder_params(config), config)
+    write_config(folder / "model", config)
 
 
 PREPARED = {"README.md": small_checkpoint}
-SLOW = ["docs/how-to/drafts.md"]
-OWN_PROCESS = ["docs/how-to/devices.md"]  # a process has the devices it starts with
+DRAFTS, RESUME = "docs/how-to/drafts.md", "docs/how-to/resume.md"  # slow
+DEVICES = (
+    "docs/how-to/devices.md"  # needs a process of its own, which has the devices it starts with
+)
 
 
 def python_pages() -> list[str]:
@@ -252,7 +250,7 @@ def run_python(page: str) -> None:
                 exec(compile(code, str(ROOT / page), "exec"), names)
 
 
-@pytest.mark.parametrize("page", sorted({*python_pages()} - {*SLOW, *OWN_PROCESS}))
+@pytest.mark.parametrize("page", sorted({*python_pages()} - {DRAFTS, SERVER, RESUME, DEVICES}))
 def test_the_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     if page in PREPARED:
         PREPARED[page](tmp_path)
@@ -261,16 +259,25 @@ def test_the_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", SLOW)
-def test_the_python_blocks_of_a_slow_page_run(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run_python(page)
+def test_the_python_blocks_on_drafts_run():
+    run_python(DRAFTS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", OWN_PROCESS)
-def test_the_python_blocks_of_a_page_run_in_a_process_of_their_own(page, tmp_path):
-    code = "\n".join(block.code for block in page_blocks(page) if block.language == "python")
+def test_the_python_blocks_on_many_requests_run():
+    run_python(SERVER)
+
+
+@pytest.mark.slow
+def test_the_python_blocks_on_saving_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_python(RESUME)
+
+
+@pytest.mark.slow
+def test_the_python_blocks_on_devices_run_in_a_process_of_their_own(tmp_path):
+    # A process has the devices it starts with.
+    code = "\n".join(block.code for block in page_blocks(DEVICES) if block.language == "python")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     command = [sys.executable, "-W", "error", "-c", code]
     result = subprocess.run(
