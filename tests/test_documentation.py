@@ -230,10 +230,8 @@ def small_checkpoint(folder: Path) -> None:
 
 
 PREPARED = {"README.md": small_checkpoint}
-DRAFTS, RESUME = "docs/how-to/drafts.md", "docs/how-to/resume.md"  # slow
-DEVICES = (
-    "docs/how-to/devices.md"  # needs a process of its own, which has the devices it starts with
-)
+DRAFTS, SERVER, RESUME = (f"docs/how-to/{name}.md" for name in ("drafts", "server", "resume"))
+DEVICES = "docs/how-to/devices.md"
 
 
 def python_pages() -> list[str]:
