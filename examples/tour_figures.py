@@ -80,7 +80,6 @@ def chunk() -> dict[str, Any]:
     return {
         "window": SMALL.window,
         "capacity": SMALL.capacity,
-        "max_tokens_per_step": SMALL.max_tokens_per_step,
         "slots": slots[CHUNK_FIRST:],
         "states": states,
         "destroyed": {
@@ -105,7 +104,6 @@ def verify() -> dict[str, Any]:
         "default": RING.capacity,
         "capacities": list(VERIFY_CAPACITIES),
         "tokens": list(VERIFY_TOKENS),
-        "most": [ring.max_tokens_per_step for ring in rings],
         "lost": [
             [overwritten_visible_rows(ring, LATE, tokens)[0] for ring in rings]
             for tokens in VERIFY_TOKENS
