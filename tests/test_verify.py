@@ -63,6 +63,7 @@ def test_every_query_sees_its_own_window_however_many(batch, tokens, in_one_piec
     assert np.all(np.abs(got[positions >= 0]).max(axis=(1, 2)) > 0)
 
 
+@pytest.mark.makes_nan
 def test_a_row_that_is_nan_reaches_exactly_the_queries_that_see_it():
     batch, tokens, geometry, rng = 8, 3, CONFIG.geometry, np.random.default_rng(3)
     positions = (2 * WINDOW + np.arange(tokens, dtype=np.int32))[None].repeat(batch, axis=0)
