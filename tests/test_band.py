@@ -9,7 +9,7 @@ import pytest
 
 from swa_jax import band
 
-pytestmark = pytest.mark.quick_compilation
+pytestmark = [pytest.mark.quick_compilation, pytest.mark.makes_nan]
 
 WINDOW, HEADS, WIDTH = 8, 2, 16
 BLOCK = 16  # of queries, for such a window
@@ -43,7 +43,6 @@ def in_groups(function=attend):
     return functools.partial(band.in_groups, function, window=WINDOW, heads=HEADS)
 
 
-@pytest.mark.makes_nan
 # The groups divide 64 tokens; of 70 the last one is not full.
 @pytest.mark.parametrize(("tokens", "fit"), [(64, 1), (70, 3)])
 @pytest.mark.parametrize("batch", [1, 2])
