@@ -198,7 +198,7 @@ def check_store_and_read(fmt, floor, pairing, seed, weights, slots, indices, pat
             np.testing.assert_allclose(head, mean, rtol=0, atol=error)
 
 
-patterns = st.sampled_from([b"\x00", b"\xff", b"\x7f", b"\x00\x00\xc0\x7f"]) | st.binary(
+patterns = st.sampled_from([b"\x00", b"\xff", b"\xfe", b"\x7f", b"\x00\x00\xc0\x7f"]) | st.binary(
     min_size=1, max_size=7
 )
 
