@@ -230,7 +230,8 @@ def prefill_attention(
     never = jnp.max(old[:1, :1, :1].astype(jnp.int32), initial=0) >> 8
     slots = meta.slots + never
     rows = store_rows(rows, new.reshape(-1, config.fmt.row_bytes), slots)
-    segments = jnp.where(jnp.concatenate([meta.window_slots, meta.positions], 1) >= 0, 0, -1)
+    there = jnp.concatenate([meta.window_slots, meta.positions], axis=1) >= 0
+    segments = jnp.where(there, jnp.int32(0), jnp.int32(-1))
     data = jnp.concatenate([old, new], axis=1)
     out = chunk_attention(
         q, data, segments, params["sinks"], rotation, extra, config, implementation

@@ -170,13 +170,15 @@ def attend_visible(
 def without_nan(
     rows: Float32[Array, "n k d"], compute_dtype: jnp.dtype
 ) -> tuple[Float32[Array, "n k d"], Bool[Array, "n k"]]:
-    """Rows in the compute dtype's numbers, zeros for NaN, and which those are.
+    """Rows in the compute dtype's numbers, zeros for those not finite, and which those are.
 
-    A NaN row would reach queries that do not see it through the product with its zero probability,
-    so it is taken out here, and `attend_visible` puts it back by selection.
+    Such a row would reach queries that do not see it through the product with its zero probability,
+    so it is taken out here, and `attend_visible` puts it back as NaN by selection. Rows are stored
+    as numbers or as NaN, but what stands in free bytes may decode to infinities as well.
     """
-    nan = jnp.any(jnp.isnan(rows), axis=-1)
-    return round_to(jnp.where(nan[..., None], jnp.float32(0), rows), compute_dtype), nan
+    rows = round_to(rows, compute_dtype)
+    bad = ~jnp.all(jnp.isfinite(rows), axis=-1)
+    return jnp.where(bad[..., None], jnp.float32(0), rows), bad
 
 
 def _block_size(window: int) -> int:

@@ -98,7 +98,7 @@ def speculate_block(
 
     (state, memory), (tokens, counts) = lax.scan(step, (state, memory), length=steps)
     tokens = jnp.swapaxes(tokens, 0, 1).reshape(tokens.shape[1], -1)
-    counts = jax.tree.map(lambda x: jnp.sum(x, axis=0), counts)
+    counts = jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=jnp.int32), counts)
     return settled(state), memory, *replicate((tokens, counts), state.cache.sharding)
 
 

@@ -66,7 +66,7 @@ def _by_band(q, rows, meta, sink, cos, sin, *, config: AttentionConfig):
         if q.shape[1] <= _TOKENS:
             return _attend_band(q, rows, slots, sink, (cos, sin), config)
         decoded = dequantize_rows(load_rows(rows, slots), rows.fmt)
-        segments = jnp.where(slots >= 0, 0, -1)
+        segments = jnp.where(slots >= 0, jnp.int32(0), jnp.int32(-1))
         return attend_band(q, (cos, sin), decoded, segments, sink, None, config)
 
     inputs = (q, _band_slots(meta), cos, sin)

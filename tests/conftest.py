@@ -1,19 +1,56 @@
 """Test setup: the platform, strict promotion, hypothesis profiles and runtime type checks."""
 
 import os
+import random
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
-# Modules whose jaxtyping annotations beartype checks in the tests. The public calls are not
-# among them: they check their input themselves, and a test must see their own ValueError.
-TYPE_CHECKED_MODULES = [
-    "pallas_kernels.fused_store.xla",
-    "pallas_kernels.indexed_attention.xla",
-    "pallas_kernels.transforms",
-    "swa_jax.attention",
-]
+_ROOT = Path(__file__).parent.parent
+_PACKAGES = ("pallas_kernels", "swa_jax")
+_SHAPES = "it is asked about shapes alone, before there are arrays"
+_PYTREE = "what jax.eval_shape makes of its pytrees holds shapes in the place of arrays"
+_PROTOCOL = "it takes a drafter or a hook, protocols that cannot be checked while a program runs"
+_CHECKS_ITSELF = "its public calls check their input, and a test must see their own ValueError"
+# The modules whose jaxtyping annotations beartype does not check in the tests, and why.
+UNCHECKED_MODULES = {
+    "pallas_kernels.checks": _CHECKS_ITSELF,
+    "pallas_kernels.codec": "what it gets may be NumPy's where nothing is traced",
+    "pallas_kernels.formats": _CHECKS_ITSELF,
+    "pallas_kernels.fused_store.triton": _SHAPES,
+    "pallas_kernels.indexed_attention.triton": _SHAPES,
+    "pallas_kernels.storage": _CHECKS_ITSELF,
+    "swa_jax.beams": _PYTREE,
+    "swa_jax.cache": _CHECKS_ITSELF,
+    "swa_jax.conversion": _CHECKS_ITSELF,
+    "swa_jax.decoding": _CHECKS_ITSELF,
+    "swa_jax.exported": _CHECKS_ITSELF,
+    "swa_jax.generation": _PROTOCOL,
+    "swa_jax.layouts": _CHECKS_ITSELF,
+    "swa_jax.metadata": _CHECKS_ITSELF,
+    "swa_jax.modules": _PROTOCOL,
+    "swa_jax.paging": _CHECKS_ITSELF,
+    "swa_jax.placement": _CHECKS_ITSELF,
+    "swa_jax.prefilling": _CHECKS_ITSELF,
+    "swa_jax.prefixes": _CHECKS_ITSELF,
+    "swa_jax.ring": _CHECKS_ITSELF,
+    "swa_jax.sampling": _PYTREE,
+    "swa_jax.speculation": _PROTOCOL,
+}
+
+
+def type_checked_modules() -> list[str]:
+    """All others with such annotations. Packages are public calls, and name all below them."""
+    paths = [path for package in _PACKAGES for path in (_ROOT / package).rglob("*.py")]
+    modules = [
+        ".".join(path.relative_to(_ROOT).with_suffix("").parts)
+        for path in paths
+        if path.stem != "__init__" and "from jaxtyping import" in path.read_text()
+    ]
+    return sorted(set(modules) - set(UNCHECKED_MODULES))
+
 
 # The first example of a property includes compilation, which deadlines and the too_slow check
 # would blame on the test. "normal" tries the same examples every time, so that a run's result
@@ -25,7 +62,8 @@ _PROFILE = {
 }
 settings.register_profile("normal", max_examples=50, derandomize=True, **_PROFILE)
 settings.register_profile("long", max_examples=2000, **_PROFILE)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "normal"))
+_PROFILE_NAME = os.environ.get("HYPOTHESIS_PROFILE", "normal")
+settings.load_profile(_PROFILE_NAME)
 
 
 def _wants_gpu(config: pytest.Config) -> bool:
@@ -45,7 +83,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before hypothesis and the workers look at the seed
 def pytest_configure(config: pytest.Config) -> None:
+    if not settings.default.derandomize and config.getoption("--hypothesis-seed") is None:
+        config.option.hypothesis_seed = str(random.randrange(2**32))
+
     # The environment, not only jax.config, so that the subprocesses of a test agree.
     gpu = _wants_gpu(config)
     platforms = os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if gpu else "cpu")
@@ -62,7 +104,14 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
-    install_import_hook(TYPE_CHECKED_MODULES, "beartype.beartype")
+    install_import_hook(type_checked_modules(), "type_checker.checked")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """A profile that draws anew says with which seed: --hypothesis-seed=N draws the same again."""
+    seed = config.getoption("--hypothesis-seed")
+    drawn = "the same every time" if settings.default.derandomize else f"seed {seed}"
+    return f"hypothesis profile {_PROFILE_NAME}: {settings.default.max_examples} examples, {drawn}"
 
 
 @pytest.hookimpl(trylast=True)  # after -m, which may leave a test's later cases only

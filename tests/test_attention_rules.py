@@ -157,6 +157,7 @@ def test_a_token_reaches_the_queries_of_its_window_and_no_others(form):
     np.testing.assert_array_equal(same, [True, True, False, False, False, True, True])
 
 
+@pytest.mark.makes_nan
 @pytest.mark.parametrize("form", ["decode", "prefill"])
 def test_a_row_that_is_nan_reaches_the_queries_that_see_it_and_no_others(form):
     x = activations(QUANTISED, BATCH, TOKENS)
@@ -178,6 +179,7 @@ def test_a_row_that_is_nan_reaches_the_queries_that_see_it_and_no_others(form):
     assert not np.isnan(y[0]).any()
 
 
+@pytest.mark.makes_nan
 def test_a_row_that_is_nan_reaches_its_window_in_a_whole_sequence():
     x = activations(QUANTISED, BATCH, TOKENS)
     x[1, 2] = np.nan

@@ -9,7 +9,7 @@ import pytest
 
 from swa_jax import band
 
-pytestmark = pytest.mark.quick_compilation
+pytestmark = [pytest.mark.quick_compilation, pytest.mark.makes_nan]
 
 WINDOW, HEADS, WIDTH = 8, 2, 16
 BLOCK = 16  # of queries, for such a window
@@ -18,7 +18,12 @@ SCORES = HEADS * BLOCK * 2 * BLOCK  # of a block
 
 def attend(queries, rows, segments):
     return band.window_attention(
-        *queries, rows, segments, window=WINDOW, sink=jnp.zeros(HEADS), scale=jnp.float32(0.25)
+        *queries,
+        rows,
+        segments,
+        window=WINDOW,
+        sink=jnp.zeros(HEADS, jnp.float32),
+        scale=jnp.float32(0.25),
     )
 
 

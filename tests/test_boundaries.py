@@ -76,6 +76,7 @@ def test_a_finite_value_stays_finite_in_every_rounded_row(fmt):
     assert np.all(np.asarray(values) > 2.9e38)
 
 
+@pytest.mark.makes_nan
 def test_what_stands_at_padding_reaches_no_gradient():
     params = layer_params(CONFIG)
     layer = swa.SlidingWindowAttention(CONFIG)

@@ -208,6 +208,7 @@ def test_every_token_is_served_when_all_choose_the_same_expert():
     assert largest_error(apply(ONE)(params, jnp.asarray(x)), want) <= 2e-6
 
 
+@pytest.mark.makes_nan
 def test_an_expert_that_nobody_chose_reaches_no_one_even_if_it_is_nan():
     params = changed(experts_params(ROUTED_ONLY), "router_bias", 2, -100.0)
     poisoned = params

@@ -151,6 +151,7 @@ def test_entries_beyond_a_length_do_not_count(form):
     np.testing.assert_array_equal(run(x, rows, indices, lengths), run(x, rows, cut))
 
 
+@pytest.mark.makes_nan
 @pytest.mark.parametrize("form", ["decode", "prefill", "sequence"])
 def test_a_compressed_row_of_nan_reaches_exactly_the_queries_that_name_it(form):
     config = config_of(swa.V41)

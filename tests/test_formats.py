@@ -164,6 +164,7 @@ def test_literal_e4m3_codes():
     assert np.asarray(decode_e4m3(codes)).tolist() == expected
 
 
+@pytest.mark.makes_nan
 def test_all_scale_codes_decode_exactly():
     codes = np.arange(256, dtype=np.uint8)
     row = np.concatenate(
@@ -175,6 +176,7 @@ def test_all_scale_codes_decode_exactly():
     np.testing.assert_array_equal(got, np.tile(expected[:, None], 32).astype(np.float32))
 
 
+@pytest.mark.makes_nan
 def test_all_e2m1_codes_decode_exactly_under_every_scale():
     pairs = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
     scales = np.tile(np.arange(256, dtype=np.uint8)[:, None], 32)
@@ -442,6 +444,7 @@ def test_fp4_scales_stay_between_the_smallest_and_the_largest_code():
 # --- rows that are NaN as a whole
 
 
+@pytest.mark.makes_nan
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 @by_format
 def test_one_bad_value_makes_the_whole_row_nan_and_no_other(fmt, bad):

@@ -236,6 +236,7 @@ NAN_ROWS = {
 }
 
 
+@pytest.mark.makes_nan
 @by_format
 def test_a_bad_activation_makes_its_row_nan_and_touches_no_other(fmt, implementation):
     tokens, rows = random_tokens(width=fmt.num_elements), view(fmt)
@@ -250,6 +251,7 @@ def test_a_bad_activation_makes_its_row_nan_and_touches_no_other(fmt, implementa
         np.testing.assert_array_equal(stored.data, block_after(rows, data, SLOTS))
 
 
+@pytest.mark.makes_nan
 def test_a_weight_that_is_not_finite_makes_every_row_nan(implementation):
     tokens, rows = random_tokens(), view()
     tokens.norm_weight = tokens.norm_weight.at[3].set(np.inf)
@@ -268,6 +270,7 @@ def test_zero_latents_are_zero_rows(floor, code, implementation):
     np.testing.assert_array_equal(data[:, 64:], code)
 
 
+@pytest.mark.makes_nan
 @pytest.mark.parametrize("slot", [-1, INT_MIN, 15, INT_MAX])
 def test_skipped_tokens_change_no_byte(slot, implementation):
     tokens = dataclasses.replace(random_tokens(), latents=jnp.full((9, 64), np.nan))

@@ -253,6 +253,7 @@ def test_one_set_of_addresses_serves_all_layers_of_a_cache_within_jit():
 NAN_ROW = [0x7F] * 64 + [0xFF] * 2
 
 
+@pytest.mark.makes_nan
 def test_a_row_before_the_window_whose_page_is_gone_is_nan_and_never_a_former_owners():
     # 9 tokens, the ring has 4 to 8, the window before 9 has 7 and 8: page 1 has 4 to 7.
     tokens, table = 2, np.array([[-1, -1, -1, 5, 0]], np.int32)
@@ -268,6 +269,7 @@ def test_a_row_before_the_window_whose_page_is_gone_is_nan_and_never_a_former_ow
     np.testing.assert_array_equal(load_paged(back, np.array([10, 11, 0])), expected[1:4])
 
 
+@pytest.mark.makes_nan
 @pytest.mark.parametrize(
     ("blocks", "position"),
     [([3, -1, 1], 7), ([3, 2, -1], 8), ([3, 2], 8), ([], 7)],
@@ -593,6 +595,7 @@ def test_values_survive_the_way_through_bf16_and_back():
     np.testing.assert_array_equal(before, after)
 
 
+@pytest.mark.makes_nan
 def test_a_nan_row_stays_nan_and_a_nan_among_numbers_takes_the_row():
     data = random_rows(swa.V41, count=3)
     data[1] = [0x7F] * 512 + [0xFF] * 16

@@ -63,6 +63,7 @@ def test_every_query_sees_its_own_window_however_many(batch, tokens, in_one_piec
     assert np.all(np.abs(got[positions >= 0]).max(axis=(1, 2)) > 0)
 
 
+@pytest.mark.makes_nan
 def test_a_row_that_is_nan_reaches_exactly_the_queries_that_see_it():
     batch, tokens, geometry, rng = 8, 3, CONFIG.geometry, np.random.default_rng(3)
     positions = (2 * WINDOW + np.arange(tokens, dtype=np.int32))[None].repeat(batch, axis=0)
@@ -78,3 +79,22 @@ def test_a_row_that_is_nan_reaches_exactly_the_queries_that_see_it():
     got = run(by_band, q, rows, meta, jnp.zeros(CONFIG.num_heads))
     nan = np.isnan(got).any(axis=(2, 3))
     assert np.argwhere(nan).tolist() == [[5, 0]]
+
+
+@pytest.mark.parametrize("byte", [0xFF, 0xFE, 0x7E])  # NaN, and infinities: 448 * 2**127 is one
+def test_no_byte_of_a_free_row_matters(byte):
+    batch, tokens, geometry, rng = 8, 3, CONFIG.geometry, np.random.default_rng(4)
+    positions = np.full((batch, tokens), -1, np.int32)
+    positions[:4] = np.arange(tokens)  # slots 4 to 7: row 0 is free, and stands in for none
+    meta = swa.DecodeMetadata.build(geometry, np.arange(batch, dtype=np.int32)[::-1], positions)
+    rows = swa.RingCache.create(batch, 1, geometry, CONFIG.fmt).layer(0)
+    values = rng.normal(size=(rows.num_rows, CONFIG.head_dim)).astype(np.float32)
+    data = np.array(quantize_rows(values, CONFIG.fmt))
+    q = rng.normal(size=(batch, tokens, CONFIG.num_heads, CONFIG.head_dim)).astype(np.float32)
+    sinks, every = jnp.zeros(CONFIG.num_heads), np.arange(rows.num_rows, dtype=np.int32)
+    found = []
+    for free in (0, byte):
+        data[np.setdiff1d(every, np.asarray(meta.slots))] = free
+        found.append(run(by_band, q, store_rows(rows, data, every), meta, sinks))
+    np.testing.assert_array_equal(found[1], found[0])
+    assert np.all(np.abs(found[0][:4]).max(axis=(2, 3)) > 0)
