@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels import codec
+from pallas_kernels import checks, codec
 
 PAIRINGS = ("interleaved", "half_split")
 
@@ -158,7 +158,7 @@ def hadamard(x: Float[Array, "*batch d"]) -> Float32[Array, "*batch d"]:
       ValueError: d is not a power of two.
     """
     width = x.shape[-1]
-    if width & (width - 1) or width == 0:
+    if not checks.is_power_of_two(width):
         raise ValueError(f"x: expected a width that is a power of two, got {width}")
     x = _rounded(x.astype(jnp.float32))
     step = 1

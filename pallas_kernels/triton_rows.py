@@ -11,15 +11,11 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float32, Int32, UInt8
 
 from pallas_kernels import codec, formats, transforms
+from pallas_kernels.checks import is_power_of_two
 from pallas_kernels.formats import KVCacheFormat, ScaleFloor
 
 WIDTHS = (64, 128, 256, 512)
 """Values in a row that the kernels are made and tried for."""
-
-
-def is_power_of_two(n: int) -> bool:
-    """Whether n is 1, 2, 4, 8, ..."""
-    return n > 0 and n & (n - 1) == 0
 
 
 # --- before the cast

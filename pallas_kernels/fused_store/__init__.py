@@ -84,7 +84,7 @@ def check_row_transform(width, tokens, norm_weight, cos, sin, pairing, hadamard)
     checks.check_floating("norm_weight", norm_weight)
     checks.check_shape("norm_weight", norm_weight, (width,))
     check_rotation(width, tokens, cos, sin, pairing)
-    if hadamard and width & (width - 1):
+    if hadamard and not checks.is_power_of_two(width):
         raise ValueError(f"hadamard: expected a row width that is a power of two, got {width}")
 
 
