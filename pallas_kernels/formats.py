@@ -365,11 +365,11 @@ def _nan_row(fmt: KVCacheFormat) -> np.ndarray:
     nan_scale = {
         "ue8m0": np.full(1, codec.UE8M0_NAN, np.uint8),
         "e4m3": np.full(1, codec.E4M3_NAN, np.uint8),
-        "float32": np.asarray([0x7FC00000], "<u4").view(np.uint8),
+        "float32": np.asarray([codec.FLOAT32_NAN], "<u4").view(np.uint8),
     }
     nan_raw = {
-        "bfloat16": np.asarray([0x7FC0], "<u2").view(np.uint8),
-        "float32": np.asarray([0x7FC00000], "<u4").view(np.uint8),
+        "bfloat16": np.asarray([codec.BFLOAT16_NAN], "<u2").view(np.uint8),
+        "float32": np.asarray([codec.FLOAT32_NAN], "<u4").view(np.uint8),
     }
     none = np.empty(0, np.uint8)
     scales = np.tile(nan_scale.get(fmt.scale_dtype or "", none), fmt.num_scales)

@@ -45,7 +45,7 @@ def rounded(product: Float32[Array, "*s"]) -> Float32[Array, "*s"]:
     Which products are fused differs between programs. It has no derivative.
     """
     # No bits of a number are larger, but no compiler knows that of NaN.
-    return codec.bits_float(jnp.minimum(codec.float_bits(product), 0x7FC00000))
+    return codec.bits_float(jnp.minimum(codec.float_bits(product), codec.FLOAT32_NAN))
 
 
 # Not used in kernels, which need no derivative.
