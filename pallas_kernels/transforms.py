@@ -103,6 +103,19 @@ def _normalise(x, square, weight, eps) -> Float32[Array, "*batch d"]:
     return normalised * jnp.broadcast_to(weight.astype(jnp.float32), x.shape)
 
 
+def check_rotation(width, tokens, cos, sin, pairing) -> None:
+    """Raises ValueError unless cos and sin rotate pairs of `tokens` rows of `width` values."""
+    checks.check_choice("pairing", pairing, PAIRINGS)
+    for name, value in (("cos", cos), ("sin", sin)):
+        checks.check_floating(name, value)
+        checks.check_shape(name, value, (tokens, None))
+    if cos.shape != sin.shape or 2 * cos.shape[-1] > width:
+        raise ValueError(
+            f"cos, sin: expected the same shape with at most {width // 2} pairs, got "
+            f"{cos.shape} and {sin.shape}"
+        )
+
+
 def rope(
     x: Float[Array, "*batch d"],
     cos: Float[Array, "*#batch half"],
