@@ -71,6 +71,14 @@ class Sampling:
             )
         return cls(temperature, top_k, top_p, keys)
 
+    def repeat(self, count: int) -> "Sampling":
+        """The settings of B * count tokens: each request's for `count` tokens, one after another.
+
+        Args:
+          count: tokens of each request.
+        """
+        return jax.tree.map(lambda leaf: jnp.repeat(leaf, count, axis=0), self)
+
 
 def request_keys(key: Key[Array, ""], batch: int) -> Key[Array, " b"]:
     """A key for each of `batch` requests; the i-th does not depend on how many there are.
