@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from command_line import Parser
+from command_line import Parser, whole_number
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from safetensors.numpy import save_file
 from tqdm import tqdm
@@ -510,17 +510,10 @@ def write_model(
     return description
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
 def _share(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must lie between 0 and 1, got {value}")
+        raise argparse.ArgumentTypeError(f"expected 0 to 1, got {value}")
     return value
 
 
@@ -538,40 +531,43 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         description="Trains the byte model on the sources of Python's standard library.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument
+    add, positive = parser.add_argument, whole_number(1)
     add("--out", type=Path, default=Path("bytes"), metavar="DIR",
         help="folder for bytes.safetensors and bytes.json")  # fmt: skip
     add("--work", type=Path, metavar="DIR",
         help="folder for the state of an unfinished run; default OUT-work")  # fmt: skip
     add("--resume", action="store_true", help="go on from the state in --work")
-    add("--seed", type=int, default=Run.seed, help="decides text order and first weights")
-    add("--steps", type=_positive, default=Run.steps, help="optimiser steps")
-    add("--batch", type=_positive, default=Run.batch, help="sequences per step")
-    add("--length", type=_positive, default=Run.length, help="tokens per sequence")
-    add("--short-window", type=_positive, default=Run.short_window,
+    add(
+        "--seed",
+        type=whole_number(0),
+        default=Run.seed,
+        help="decides text order and first weights",
+    )
+    add("--steps", type=positive, default=Run.steps, help="optimiser steps")
+    add("--batch", type=positive, default=Run.batch, help="sequences per step")
+    add("--length", type=positive, default=Run.length, help="tokens per sequence")
+    add("--short-window", type=positive, default=Run.short_window,
         help="window of the first steps, at most the model's")  # fmt: skip
     add("--short-share", type=_share, default=Run.short_share,
         help="share of the steps, the first ones, with the short window")  # fmt: skip
     add("--row-share", type=_share, default=Run.row_share,
         help="share of the steps, the last ones, through the cache's row format")  # fmt: skip
-    add("--checkpoint-every", type=_positive, default=500, metavar="STEPS",
+    add("--checkpoint-every", type=positive, default=500, metavar="STEPS",
         help="steps between two states written")  # fmt: skip
-    add("--evaluate-every", type=_positive, default=1000, metavar="STEPS",
+    add("--evaluate-every", type=positive, default=1000, metavar="STEPS",
         help="steps between two evaluations on 64 KB of the held-out text")  # fmt: skip
     options = parser.parse_args(arguments)
 
     window = MODEL.layers[0].window
     options.work = options.work or options.out.with_name(options.out.name + "-work")
     state = options.work / STATE_FILE
-    if options.seed < 0:
-        parser.error(f"argument --seed: must not be negative, got {options.seed}")
     if options.short_window > window:
         parser.error(
-            f"argument --short-window: must be at most the model's window {window}, "
+            f"argument --short-window: expected at most the model's window {window}, "
             f"got {options.short_window}"
         )
     if options.resume and not state.is_file():
-        parser.error(f"argument --resume: no state in {options.work}")
+        parser.error(f"argument --resume: expected a state in {options.work}, got none")
     if not options.resume and state.is_file():
         parser.error(f"{state} is of an earlier run: --resume goes on with it, or remove it")
     fields = [field.name for field in dataclasses.fields(Run)]

@@ -80,7 +80,7 @@ def test_decode_undoes_encode(text):
 
 def test_boundaries_have_no_text_and_other_tokens_are_refused():
     assert byte_text.decode(np.array([256, 104, 105, 256])) == b"hi"
-    with pytest.raises(ValueError, match="0..256, got 0..257"):
+    with pytest.raises(ValueError, match="expected 0 to 256, got 0 to 257"):
         byte_text.decode(np.array([0, 257]))
 
 
@@ -262,12 +262,12 @@ def test_default_model_fits_in_its_file():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "0"], "--steps: must be at least 1, got 0"),
-        (["--steps", "many"], "--steps: invalid"),
-        (["--short-share", "1.5"], "--short-share: must lie between 0 and 1, got 1.5"),
-        (["--short-window", "200"], "--short-window: must be at most the model's window 128"),
-        (["--seed", "-1"], "--seed: must not be negative, got -1"),
-        (["--resume"], "--resume: no state in"),
+        (["--steps", "0"], "--steps: expected 1 or more, got 0"),
+        (["--steps", "many"], "--steps: expected 1 or more, got many"),
+        (["--short-share", "1.5"], "--short-share: expected 0 to 1, got 1.5"),
+        (["--short-window", "200"], "--short-window: expected at most the model's window 128"),
+        (["--seed", "-1"], "--seed: expected 0 or more, got -1"),
+        (["--resume"], "--resume: expected a state in"),
         (["--unknown"], "--unknown"),
     ],
 )
