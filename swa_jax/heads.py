@@ -70,17 +70,23 @@ def attend_indexed(
     config: AttentionConfig,
     implementation: Implementation,
 ) -> Float[Array, "b t h d"]:
-    """Attention of raw queries over the rows that indices name, rotated back, in q's dtype.
+    """Attention of raw queries over the rows that indices name.
 
     Args:
-      q: queries before norm and rotation.
-      rotation: cosines and sines at their positions.
-      rows: the cache.
-      indices: int32[B * T, K].
-      sink: per head.
-      extra: a compressed cache in the same softmax.
+      q: floating[B, T, H, D], queries before norm and rotation.
+      rotation: cosines and sines at their positions, float32[B, T, R / 2] each.
+      rows: the layer's view of the cache.
+      indices: int32[B * T, K], -1 for none.
+      sink: floating[H].
+      extra: a compressed cache in the same softmax, its indices [B * T, K]; or None.
       config: the layer's configuration.
       implementation: of `indexed_attention`.
+
+    Returns:
+      q's dtype[B, T, H, D], rotated back; 0 where a query sees nothing.
+
+    Raises:
+      NotImplementedError: the implementation named cannot do it.
     """
     count = indices.shape[0]
     if config.hadamard:  # the transform stands between the rotation and the dot products
@@ -114,16 +120,20 @@ def attend_band(
     extra: ExtraKV | None,
     config: AttentionConfig,
 ) -> Float[Array, "b t h d"]:
-    """Attention of raw queries over consecutive rows within the window, rotated back, in q's dtype.
+    """Attention of raw queries over consecutive rows within the window.
 
     Args:
-      q: queries before norm and rotation. Query t belongs to row W - 1 + t.
-      rotation: cosines and sines at their positions.
-      rows: W - 1 old rows, then T new ones, decoded.
-      segments: each row's segment; a query sees rows of its own; -1 for a row that nobody sees.
-      sink: per head.
-      extra: a compressed cache in the same softmax.
+      q: floating[B, T, H, D], queries before norm and rotation. Query t belongs to row W - 1 + t.
+      rotation: cosines and sines at their positions, float32[B, T, R / 2] each.
+      rows: float32[B, W - 1 + T, D], W - 1 old rows, then T new ones, decoded.
+      segments: int32[B, W - 1 + T], each row's segment; a query sees rows of its own; -1 for a row
+        that nobody sees.
+      sink: floating[H].
+      extra: a compressed cache in the same softmax, its indices [B * T, K]; or None.
       config: the layer's configuration.
+
+    Returns:
+      q's dtype[B, T, H, D], rotated back; 0 where a query sees nothing.
     """
     sink = sink.astype(jnp.float32)
 

@@ -101,6 +101,13 @@ def allowed_tokens(logits: Float32[Array, "b v"], sampling: Sampling) -> Bool[Ar
     """The tokens that top-k and top-p leave: at least the best one.
 
     top-p counts probabilities at the request's temperature.
+
+    Args:
+      logits: float32[B, V].
+      sampling: settings.
+
+    Returns:
+      bool[B, V].
     """
     order = jnp.argsort(logits, axis=-1, descending=True)
     scores = jnp.take_along_axis(_at_temperature(logits, sampling), order, axis=-1)
@@ -126,6 +133,9 @@ def perturbed_scores(
       logits: float32[B, V].
       positions: int32[B], the positions of the tokens to choose.
       sampling: settings; where the temperature is 0 the scores are the logits.
+
+    Returns:
+      float32[B, V].
     """
 
     def noise(key, position):
