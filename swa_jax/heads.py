@@ -1,10 +1,12 @@
 """What happens to queries before attention and to the heads' outputs after it."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels import ExtraKV, KVRows, indexed_attention, transforms
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.indexed_attention import OPERATION
 from pallas_kernels.softmax import merge
 from swa_jax.band import in_groups, window_attention
 from swa_jax.config import AttentionConfig
@@ -88,16 +90,15 @@ def attend_indexed(
     Raises:
       NotImplementedError: the implementation named cannot do it.
     """
-    count = indices.shape[0]
     if config.hadamard:  # the transform stands between the rotation and the dot products
-        queries = prepare_queries(q, rotation, config).reshape(count, *q.shape[2:])
+        [queries] = by_query(prepare_queries(q, rotation, config))
         out, _ = indexed_attention(
             queries, rows, indices, extra=extra, sink=sink, implementation=implementation
         )
         return finish(out.reshape(q.shape).astype(jnp.float32), rotation, config, q.dtype)
-    cos, sin = (angle.reshape(count, -1) for angle in rotation)
+    queries, cos, sin = by_query(q, *rotation)
     out, _ = indexed_attention(
-        q.reshape(count, *q.shape[2:]),
+        queries,
         rows,
         indices,
         extra=extra,
@@ -109,6 +110,16 @@ def attend_indexed(
         implementation=implementation,
     )
     return out.reshape(q.shape)
+
+
+def indexed_refusal(q, rotation, rows, indices, sink, extra, config: AttentionConfig) -> str | None:
+    """Why a kernel cannot do `attend_indexed`, of arrays or of their shapes; None where it can."""
+    queries, angle = jax.eval_shape(by_query, q, rotation[0])
+    angle = None if config.hadamard else angle
+    return OPERATION.refusal(
+        queries, rows, indices, None, extra, sink, None, angle, angle,
+        query_norm_eps=None, pairing=config.pairing, output_format=None,
+    )  # fmt: skip
 
 
 def attend_band(
@@ -155,10 +166,9 @@ def attend_band(
     )
     if extra is None:
         return found
-    count = q.shape[0] * q.shape[1]
-    queries = prepare_queries(q, rotation, config).astype(jnp.float32)
+    [queries] = by_query(prepare_queries(q, rotation, config).astype(jnp.float32))
     more = indexed_attention(
-        queries.reshape(count, *q.shape[2:]),
+        queries,
         extra.rows,
         extra.indices,
         lengths=extra.lengths,
