@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from command_line import Parser, whole_number
+from command_line import Parser, print_error, whole_number
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from safetensors.numpy import save_file
 from tqdm import tqdm
@@ -598,7 +598,7 @@ def main(arguments: list[str]) -> int:
         training, held_out = byte_text.load_corpus()
         state = start(MODEL, options.run, training, state_file if options.resume else None)
     except (OSError, ValueError) as error:
-        print(f"train_bytes.py: error: {error}", file=sys.stderr)
+        print_error("train_bytes.py", error)
         return 2
     print(
         f"training {len(training.tokens):,} tokens in {len(training.paths)} files, "

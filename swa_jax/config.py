@@ -331,8 +331,7 @@ def check_feed_forward(mlp_size: Any, experts: Any) -> None:
 
 
 def _check_int(name: str, value: Any, smallest: int, largest: int = checks.INT32_MAX) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-        raise ValueError(f"{name}: expected an integer of {smallest} or more, got {value!r}")
+    checks.check_integer(name, value, smallest)
     if value > largest:
         raise ValueError(f"{name}: expected at most {largest}, got {value!r}")
 
