@@ -16,11 +16,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 from batch_lines import MAX_STOP_TOKENS, encode_line, read_lines, result_line
-from command_line import Parser
+from command_line import Parser, output_file, print_error
 from generate import WEIGHTS, load_model
 from tqdm import tqdm
 
@@ -151,8 +150,10 @@ the requests that are not finished with the text they have.""",
     add("requests", nargs="?", metavar="REQUESTS.jsonl",
         help="file of requests; - is standard input, as is nothing where that is a pipe or a file; "
         "otherwise the sample file")  # fmt: skip
-    add("--out", type=Path, metavar="FILE", help="write results here, not to standard output")
-    add("--report", type=Path, metavar="FILE", help="write throughput and latencies as JSON")
+    add(
+        "--out", type=output_file, metavar="FILE", help="write results here, not to standard output"
+    )
+    add("--report", type=output_file, metavar="FILE", help="write throughput and latencies as JSON")
     add("--slots", type=_count, default=8, metavar="N", help="requests at once, at most (8)")
     add("--block-steps", type=_count, default=16, metavar="N",
         help="bytes of each request between two words to the host (16)")  # fmt: skip
@@ -164,10 +165,6 @@ the requests that are not finished with the text they have.""",
     add("--weights", type=Path, default=WEIGHTS,
         help="file written by train_bytes.py (the shipped one)")  # fmt: skip
     options = parser.parse_args(arguments)
-    for name in ("out", "report"):
-        path = getattr(options, name)
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"argument --{name}: expected a file in a folder, got {path}")
     named = [options.out, options.report, options.requests and Path(options.requests)]
     places = [path.resolve() for path in named if path is not None]
     if len(set(places)) < len(places):
@@ -184,7 +181,8 @@ def main(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (OSError, ValueError) as error:
-        _fail(error)
+        print_error("batch_decode.py", error)
+        return 2
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -279,12 +277,6 @@ def _count(text: str) -> int:
 
 def _counts(text: str) -> list[int]:
     return [_count(part) for part in text.split(",")]
-
-
-def _fail(error: Exception) -> NoReturn:
-    text = " ".join(str(error).split())
-    print(f"batch_decode.py: error: {text}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 if __name__ == "__main__":

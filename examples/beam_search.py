@@ -18,7 +18,7 @@ from typing import Any
 import byte_text
 import jax
 import jax.numpy as jnp
-from command_line import Parser
+from command_line import Parser, output_file, print_error, random_seed, whole_number
 from generate import PROMPT, WEIGHTS, load_model
 
 import swa_jax as swa
@@ -116,26 +116,28 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         description="Finds likely continuations of a text: a beam search over forks of one "
         "prefilled prompt, or the best of several samples.",
     )
-    add = parser.add_argument
+    add, count = parser.add_argument, whole_number(1, 4096)
     add("prompt", nargs="?", metavar="PROMPT",
         help="text to continue; by default the start of a Python file")  # fmt: skip
     add("--file", type=Path, help="take the prompt from a file; it may be longer than the window")
-    add("--beams", type=int, metavar="K", help="beams that go on side by side (4)")
-    add("--best-of", type=int, metavar="N", help="instead of a beam search: the best of N samples")
+    add("--beams", type=count, metavar="K", help="beams that go on side by side (4)")
+    add(
+        "--best-of", type=count, metavar="N", help="instead of a beam search: the best of N samples"
+    )
     add("--temperature", type=float, help="of the samples of --best-of (0.7)")
-    add("--seed", type=int, help="decides what --best-of samples (0)")
-    add("--bytes", type=int, default=64, metavar="N", help="most bytes of a continuation (64)")
+    add("--seed", type=random_seed, help="decides what --best-of samples (0)")
+    add("--bytes", type=count, default=64, metavar="N", help="most bytes of a continuation (64)")
     add("--alpha", type=float, default=1.0,
         help="a score is a log-probability / length ** ALPHA (1)")  # fmt: skip
     add("--line", action=argparse.BooleanOptionalAction, default=True,
         help="a line's end ends a continuation, as the end of a file always does "
         "(--line)")  # fmt: skip
-    add("--show", type=int, default=8, metavar="N", help="continuations to print (8)")
+    add("--show", type=count, default=8, metavar="N", help="continuations to print (8)")
     add("--memory", action="store_true",
         help="also what the compiled block of a beam search needs beside the cache")  # fmt: skip
     add("--weights", type=Path, default=WEIGHTS,
         help="file written by train_bytes.py (the shipped one)")  # fmt: skip
-    add("--report", type=Path, metavar="FILE", help="write the results as JSON")
+    add("--report", type=output_file, metavar="FILE", help="write the results as JSON")
     options = parser.parse_args(arguments)
     if options.prompt is not None and options.file is not None:
         parser.error("expected one of PROMPT and --file, got both")
@@ -152,14 +154,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    for name in ("beams", "best_of", "bytes", "show"):
-        if not 1 <= getattr(options, name) <= 4096:
-            shown = name.replace("_", "-")
-            parser.error(f"argument --{shown}: expected 1 to 4096, got {getattr(options, name)}")
-    if not 0 <= options.seed < 2**32:
-        parser.error(f"argument --seed: expected 0 to {2**32 - 1}, got {options.seed}")
-    if options.report is not None and not options.report.parent.is_dir():
-        parser.error(f"argument --report: expected a file in a folder, got {options.report}")
     options.sampled = sampled
     return options
 
@@ -220,8 +214,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.report is not None:
             options.report.write_text(json.dumps(report, indent=2) + "\n")
     except (OSError, ValueError) as error:
-        text = " ".join(str(error).split())
-        print(f"beam_search.py: error: {text}", file=sys.stderr)
+        print_error("beam_search.py", error)
         return 2
     print_results(report, options.show)
     return 0

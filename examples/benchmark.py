@@ -19,7 +19,7 @@ import benchmark_plots
 import device_check
 from benchmark_clock import Case, Figure, machine_limits, measure
 from benchmark_settings import Settings, make_settings
-from command_line import Parser, print_error
+from command_line import Parser, output_file, print_error, whole_number
 from tqdm import tqdm
 
 SUITES = {
@@ -80,7 +80,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--suite", default=",".join(SUITES), metavar="NAME,NAME", help="what to time")
     add(
         "--rounds",
-        type=int,
+        type=whole_number(1),
         default=15,
         metavar="N",
         help="samples of each program; fewer of a case that takes longer than 40 s",
@@ -92,7 +92,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="MS",
         help="shortest sample, milliseconds; 256 calls at most",
     )
-    add("--out", type=Path, metavar="FILE", default=argparse.SUPPRESS,
+    add("--out", type=output_file, metavar="FILE", default=argparse.SUPPRESS,
         help="write every line as JSON as soon as it is measured")  # fmt: skip
     add("--compare", type=Path, metavar="OLD", default=argparse.SUPPRESS,
         help="fail if a paired ratio is more than 15 %% worse than in what an older --out "
@@ -114,14 +114,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     options.suite = list(dict.fromkeys(options.suite.split(",")))
     if unknown := [name for name in options.suite if name not in SUITES]:
         parser.error(f"argument --suite: expected some of {', '.join(SUITES)}, got {unknown[0]!r}")
-    if options.rounds < 1:
-        parser.error(f"argument --rounds: expected 1 or more, got {options.rounds}")
     for name in ("sample", "budget"):
         value = getattr(options, name)
         if not 0 < value < float("inf"):
             parser.error(f"argument --{name}: expected a number above 0, got {value}")
-    if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
-        parser.error(f"argument --out: expected a file in a folder, got {options.out}")
     if options.plot is not None:
         if not options.plot.is_dir():
             parser.error(f"argument --plot: expected a folder, got {options.plot}")

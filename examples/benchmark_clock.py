@@ -72,8 +72,7 @@ def compiled(name: str, function: Callable, *arguments: Any, carry: bool = False
     """
     donated = (0,) if carry else ()
     program = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
-    analysis = program.memory_analysis()
-    memory = None if analysis is None else analysis.temp_size_in_bytes
+    memory = temporary_bytes(program)
     if not carry:
         return Program(name, lambda: jax.block_until_ready(program(*arguments)), memory)
     handed_on = jax.tree.map(jnp.copy, arguments[0])
@@ -84,6 +83,12 @@ def compiled(name: str, function: Callable, *arguments: Any, carry: bool = False
         return handed_on, *others
 
     return Program(name, run, memory)
+
+
+def temporary_bytes(program: jax.stages.Compiled) -> int | None:
+    """Bytes beside arguments and results, by the compiler's analysis; None where there is none."""
+    analysis = program.memory_analysis()
+    return None if analysis is None else analysis.temp_size_in_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from benchmark_clock import Case, Figure, Program, compiled
+from benchmark_clock import Case, Figure, Program, compiled, temporary_bytes
 from benchmark_settings import POSITION, Settings, filled_rows, random_values
 
 import swa_jax as swa
@@ -215,9 +215,7 @@ def _own_chunks(name: str, settings: Settings, tokens: int, starts: Sequence[int
             rows, out = step(rows, *arguments, start)
             jax.block_until_ready((rows, out))
 
-    analysis = step.memory_analysis()
-    memory = None if analysis is None else analysis.temp_size_in_bytes
-    return Program(name, run, memory, items=len(starts))
+    return Program(name, run, temporary_bytes(step), items=len(starts))
 
 
 def _memory(settings: Settings, tokens: int, own: int | None) -> Iterator[Figure]:
@@ -226,10 +224,9 @@ def _memory(settings: Settings, tokens: int, own: int | None) -> Iterator[Figure
         jax.ShapeDtypeStruct((1, tokens, heads, settings.width), settings.dtype)
         for heads in (settings.heads, 1)
     ]
-    analysis = jax.jit(window_peer(settings)).lower(*shapes).compile().memory_analysis()
-    if own is None or analysis is None:
+    peer = temporary_bytes(jax.jit(window_peer(settings)).lower(*shapes).compile())
+    if own is None or peer is None:
         return
-    peer = analysis.temp_size_in_bytes
     name, parameters = f"temporary memory of {tokens:,} tokens", {"tokens": tokens}
     yield Figure("prefill", f"{name}, swa_jax", own / 1e6, "MB", parameters)
     yield Figure("prefill", f"{name}, jax.nn", peer / 1e6, "MB", parameters)

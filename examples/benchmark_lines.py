@@ -32,11 +32,12 @@ def header() -> dict[str, Any]:
         "machine": cpu_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "versions": {name: version for name in PACKAGES if (version := package_version(name))},
     }
 
 
-def _version(name: str) -> str | None:
+def package_version(name: str) -> str | None:
+    """The version of an installed package, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -48,7 +48,7 @@ def decode(tokens: Int[np.ndarray, " tokens"]) -> bytes:
     tokens = np.asarray(tokens)
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < VOCAB_SIZE:
         raise ValueError(
-            f"tokens must lie in 0..{VOCAB_SIZE - 1}, got {tokens.min()}..{tokens.max()}"
+            f"tokens: expected 0 to {VOCAB_SIZE - 1}, got {tokens.min()} to {tokens.max()}"
         )
     return tokens[tokens != BOUNDARY].astype(np.uint8).tobytes()
 

@@ -1,7 +1,10 @@
-"""What the examples' command lines share: errors in one line, and exit status 2."""
+"""What the examples' command lines share: types of options, errors in one line, exit status 2."""
 
 import argparse
+import importlib.util
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -15,3 +18,46 @@ class Parser(argparse.ArgumentParser):
 def print_error(program: str, error: Exception) -> None:
     """An error in one line on standard error."""
     print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+# --- types of options
+
+
+def whole_number(smallest: int, largest: int | None = None) -> Callable[[str], int]:
+    """The type of an option that is a whole number.
+
+    Args:
+      smallest: that is taken.
+      largest: that is taken; None: any.
+    """
+    wanted = f"{smallest} or more" if largest is None else f"{smallest} to {largest}"
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = smallest - 1
+        if value < smallest or (largest is not None and value > largest):
+            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text}")
+        return value
+
+    return parse
+
+
+random_seed = whole_number(0, 2**32 - 1)
+"""The type of --seed: what `jax.random.key` takes in 32 bits."""
+
+
+def output_file(text: str) -> Path:
+    """The type of an option that names a file to write, in a folder that is there."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder, got {path}")
+    return path
+
+
+def output_picture(text: str) -> Path:
+    """The type of an option that names a picture to draw: an `output_file`, and matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("needs matplotlib: pip install -e '.[examples]'")
+    return output_file(text)

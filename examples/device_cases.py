@@ -225,13 +225,12 @@ def attention_inputs(
     fmt: KVCacheFormat,
     extra_fmt: KVCacheFormat | None = None,
     rotated: bool = False,
-    seed: int = 0,
 ) -> tuple:
     """Positional arguments of `attend`: q, rows, indices, lengths, extra, sink, cos, sin.
 
     Row 0 of the rows is NaN, and no index names it. The first query sees nothing.
     """
-    sizes, random = context.sizes, np.random.default_rng(seed)
+    sizes, random = context.sizes, np.random.default_rng(0)
     slots, rows_per_slot = 8, sizes.geometry.capacity
     values = random.normal(size=(slots * rows_per_slot, sizes.width)).astype(np.float32)
     values[0] = np.nan

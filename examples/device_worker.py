@@ -7,13 +7,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import device_bytes
 import device_checks
 import device_timing
 import jax
+from benchmark_lines import package_version
 from device_cases import Context, make_context
 from device_process import Found, serve
 
@@ -37,7 +37,7 @@ def describe_device(context: Context) -> None:
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
         "versions": {
-            name: _version(name)
+            name: package_version(name)
             for name in (
                 "jax",
                 "jaxlib",
@@ -65,13 +65,6 @@ def describe_device(context: Context) -> None:
         tile = tiles.choose_tile(device.device_kind, formats, columns)
         pieces = tiles.num_pieces(sum(columns))
         found.append("tiles", {"rows": name} | dataclasses.asdict(tile) | {"pieces": pieces})
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _nvidia_smi() -> str | None:

@@ -15,14 +15,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import byte_text
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from byte_evaluation import evaluate, print_table
-from command_line import Parser
+from command_line import Parser, output_file, print_error, random_seed, whole_number
 from text_checkpoints import Checkpoints, open_checkpoints, saved_blocks
 
 import swa_jax as swa
@@ -206,7 +205,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("prompt", nargs="?", metavar="PROMPT",
         help="text to continue; by default the start of a Python file")  # fmt: skip
     add("--file", type=Path, help="take the prompt from a file; it may be longer than the window")
-    add("--bytes", type=int, default=200, metavar="N", help="bytes to generate (200)")
+    add("--bytes", type=whole_number(1, 2**31 - 1), default=200, metavar="N",
+        help="bytes to generate (200)")  # fmt: skip
     add("--temperature", type=float, default=0.7, help="0 takes the likeliest byte each time (0.7)")
     add("--top-k", type=int, default=0, help="only the K likeliest bytes; 0: all (0)")
     add(
@@ -215,7 +215,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         default=1.0,
         help="only the likeliest bytes up to this probability (1)",
     )
-    add("--seed", type=int, default=0, help="decides what is sampled (0)")
+    add("--seed", type=random_seed, default=0, help="decides what is sampled (0)")
     add("--draft-tokens", type=int, default=0, metavar="K",
         help="verify K drafts in a step, looked up in the text so far: the same bytes, 0 to 6 "
         "with the shipped model (0)")  # fmt: skip
@@ -227,11 +227,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--checkpoint", type=Path, metavar="DIR",
         help="save parameters and state in this directory as the text goes on")  # fmt: skip
-    add("--checkpoint-every", type=int, metavar="N",
+    add("--checkpoint-every", type=whole_number(1), metavar="N",
         help=f"bytes between two checkpoints, rounded up to blocks of {BLOCK} (100)")  # fmt: skip
     add("--resume", action="store_true",
         help="go on from the last checkpoint of the same text, if there is one")  # fmt: skip
-    add("--report", type=Path, metavar="FILE", help="write the report as JSON")
+    add("--report", type=output_file, metavar="FILE", help="write the report as JSON")
     add("--quiet", action="store_true", help="only the report")
     add("--evaluate", type=Path, metavar="FILE",
         help="instead: bits per byte of a file, through ring and recompute, by window and "
@@ -239,31 +239,19 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--evaluate-held-out", action="store_true",
         help="instead: the same for the held-out modules of this Python's standard "
         "library")  # fmt: skip
-    add("--rows", type=int, metavar="N",
+    add("--rows", type=whole_number(1), metavar="N",
         help="with an evaluation: N evenly spaced rows of 4096 bytes instead of all")  # fmt: skip
     options = parser.parse_args(arguments)
     evaluations = (options.evaluate is not None) + options.evaluate_held_out
     prompts = (options.prompt is not None) + (options.file is not None)
     if evaluations + prompts > 1:
         parser.error("expected one of PROMPT, --file, --evaluate and --evaluate-held-out, got more")
-    if options.report is not None and not options.report.parent.is_dir():
-        parser.error(f"argument --report: expected a file in a folder, got {options.report}")
-    if not 1 <= options.bytes < 2**31:
-        parser.error(f"argument --bytes: expected 1 to {2**31 - 1}, got {options.bytes}")
-    if options.rows is not None and options.rows < 1:
-        parser.error(f"argument --rows: expected 1 or more, got {options.rows}")
     if options.checkpoint is None and (options.checkpoint_every is not None or options.resume):
         parser.error("argument --checkpoint: expected a directory to save in, got none")
     if options.checkpoint is not None and options.draft_tokens:
         parser.error("argument --draft-tokens: expected 0 with --checkpoint, got more")
     if options.checkpoint is not None and evaluations:
         parser.error("argument --checkpoint: expected a text to generate, got an evaluation")
-    if options.checkpoint_every is not None and options.checkpoint_every < 1:
-        parser.error(
-            f"argument --checkpoint-every: expected 1 or more, got {options.checkpoint_every}"
-        )
-    if not 0 <= options.seed < 2**32:
-        parser.error(f"argument --seed: expected 0 to {2**32 - 1}, got {options.seed}")
     return options
 
 
@@ -319,7 +307,8 @@ def main(arguments: Sequence[str]) -> int:
         )
         _write_report(options.report, report)
     except (OSError, ValueError) as error:
-        _fail(error)
+        print_error("generate.py", error)
+        return 2
     print_report(report)
     return 0 if report["equals_recompute"] in (True, None) else 1
 
@@ -339,12 +328,6 @@ def _read(path: Path) -> bytes:
 def _write_report(path: Path | None, report: dict) -> None:
     if path is not None:
         path.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def _fail(error: Exception) -> NoReturn:
-    text = " ".join(str(error).split())
-    print(f"generate.py: error: {text}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 if __name__ == "__main__":

@@ -257,13 +257,6 @@ def compile_module(module: Any, card: str) -> Compiled:
 # --- the child
 
 
-def _discover_plugin() -> None:
-    import jax._src.xla_bridge as xla_bridge
-
-    if "cuda" not in xla_bridge._backend_factories:
-        xla_bridge.discover_pjrt_plugins()
-
-
 def _compile(module: str, card: str, dumps: Path) -> dict:
     from jax._src import compiler, xla_bridge
     from jax._src.interpreters import mlir

@@ -16,6 +16,7 @@ from typing import Any
 import gpu_compiler
 import jax
 import jax.numpy as jnp
+from command_line import Parser
 from whole_program import Program, compile_program
 
 import swa_jax as swa
@@ -123,7 +124,7 @@ def _integers(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="launches.py",
         description="Compiles steps of a decoder for a card that need not be here, and prints "
         "launches of a step, everything included, those that one more layer adds, whether the "

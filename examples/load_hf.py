@@ -9,10 +9,8 @@ reference.safetensors lies beside them, with an input `x` [batch, tokens, hidden
 library's, in float32, with the model's rows and with float32 rows.
 """
 
-import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from command_line import Parser, print_error, whole_number
 from tqdm import tqdm
 
 import swa_jax as swa
@@ -132,20 +131,21 @@ def report(layers: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; status 2 and one line where the directory is not such a model."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
+        prog="load_hf.py",
         description=(__doc__ or "").partition("\n\n")[0],
         epilog=(__doc__ or "").rpartition("\n\n")[2],
     )
     parser.add_argument("path", type=Path, metavar="PATH", help="directory of the model")
-    parser.add_argument("--layers", type=int, metavar="N", help="only the first N layers")
+    parser.add_argument(
+        "--layers", type=whole_number(1), metavar="N", help="only the first N layers"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     parsed = parser.parse_args(arguments)
-    if parsed.layers is not None and parsed.layers < 1:
-        parser.error(f"argument --layers: expected 1 or more, got {parsed.layers}")
     try:
         layers = load(parsed.path, parsed.layers)
     except (ValueError, OSError) as error:
-        print(f"load_hf.py: error: {error}", file=sys.stderr)
+        print_error("load_hf.py", error)
         return 2
     print(json.dumps(layers, indent=2) if parsed.json else report(layers).lstrip())
     return 0

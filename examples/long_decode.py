@@ -6,7 +6,6 @@ python examples/long_decode.py --tokens 20000 --plot steps.png
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import os
 import sys
@@ -18,7 +17,14 @@ from typing import Any, cast
 import byte_text
 import jax
 import numpy as np
-from command_line import Parser, print_error
+from command_line import (
+    Parser,
+    output_file,
+    output_picture,
+    print_error,
+    random_seed,
+    whole_number,
+)
 from generate import PROMPT, WEIGHTS, load_model
 from tqdm import tqdm
 
@@ -143,24 +149,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         description="Decodes one request at length; shows step time and memory along the way.",
     )
     add = parser.add_argument
-    add("--tokens", type=int, default=100_000, metavar="N",
+    add("--tokens", type=whole_number(1, 10**9), default=100_000, metavar="N",
         help="bytes to generate, rounded up to thousands (100000: some minutes)")  # fmt: skip
-    add("--seed", type=int, default=0, help="decides what is sampled (0)")
+    add("--seed", type=random_seed, default=0, help="decides what is sampled (0)")
     add("--weights", type=Path, default=WEIGHTS, help="file written by train_bytes.py (shipped)")
-    add("--plot", type=Path, metavar="FILE", help="draw the figures as PNG")
-    add("--report", type=Path, metavar="FILE", help="write the figures as JSON")
-    options = parser.parse_args(arguments)
-    if not 1 <= options.tokens <= 10**9:
-        parser.error(f"argument --tokens: expected 1 to {10**9}, got {options.tokens}")
-    if not 0 <= options.seed < 2**32:
-        parser.error(f"argument --seed: expected 0 to {2**32 - 1}, got {options.seed}")
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        parser.error("argument --plot: expected matplotlib, which is not installed")
-    for name in ("plot", "report"):
-        path = getattr(options, name)
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"argument --{name}: expected a file in a folder, got {path}")
-    return options
+    add("--plot", type=output_picture, metavar="FILE", help="draw the figures as PNG")
+    add("--report", type=output_file, metavar="FILE", help="write the figures as JSON")
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:

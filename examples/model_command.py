@@ -9,7 +9,7 @@ import byte_text
 import generate
 import jax
 import numpy as np
-from command_line import Parser, print_error
+from command_line import Parser, print_error, random_seed, whole_number
 
 import swa_jax as swa
 
@@ -64,13 +64,10 @@ def _parse(prog: str, description: str, arguments: Sequence[str]) -> argparse.Na
     add = parser.add_argument
     add("prompt", nargs="?", default=generate.PROMPT, metavar="PROMPT",
         help="text to continue; by default the start of a Python file")  # fmt: skip
-    add("--bytes", type=int, default=200, metavar="N", help="bytes to generate (200)")
-    add("--seed", type=int, default=0, help="decides what is sampled (0)")
+    add("--bytes", type=whole_number(1, MAX_BYTES), default=200, metavar="N",
+        help="bytes to generate (200)")  # fmt: skip
+    add("--seed", type=random_seed, default=0, help="decides what is sampled (0)")
     options = parser.parse_args(arguments)
     if not options.prompt:
         parser.error("argument PROMPT: expected at least one byte, got none")
-    if not 1 <= options.bytes <= MAX_BYTES:
-        parser.error(f"argument --bytes: expected 1 to {MAX_BYTES}, got {options.bytes}")
-    if not 0 <= options.seed < 2**32:
-        parser.error(f"argument --seed: expected 0 to {2**32 - 1}, got {options.seed}")
     return options

@@ -7,7 +7,6 @@ python examples/prefix_reuse.py --file FILE --plot rebuild.png --report prefix.j
 import argparse
 import functools
 import hashlib
-import importlib.util
 import json
 import statistics
 import subprocess
@@ -22,7 +21,7 @@ import byte_text
 import jax
 import numpy as np
 import prefix_rebuild
-from command_line import Parser
+from command_line import Parser, output_file, output_picture, print_error, whole_number
 from generate import WEIGHTS, load_model
 from tqdm import tqdm
 
@@ -220,32 +219,27 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--file", type=Path, default=Path(argparse.__file__),
         help="text whose beginning is the prefix (the source of argparse)")  # fmt: skip
-    add("--prefix", type=int, default=4096, metavar="N", help="tokens of the prefix (4096)")
-    add("--chunk", type=int, default=256, metavar="N", help="tokens of one prefill call (256)")
-    add("--new-tokens", type=int, default=32, metavar="N", help="to generate after each (32)")
-    add("--repeats", type=int, default=3, metavar="N", help="times are medians of N (3)")
+    add("--prefix", type=whole_number(8, 2**31 - 1), default=4096, metavar="N",
+        help="tokens of the prefix (4096)")  # fmt: skip
+    add("--chunk", type=whole_number(1, 2**31 - 1), default=256, metavar="N",
+        help="tokens of one prefill call (256)")  # fmt: skip
+    add("--new-tokens", type=whole_number(2, 2**31 - 1), default=32, metavar="N",
+        help="to generate after each (32)")  # fmt: skip
+    add("--repeats", type=whole_number(1), default=3, metavar="N",
+        help="times are medians of N (3)")  # fmt: skip
     add("--directory", type=Path,
         help="an existing one to keep the saved prefixes in (a temporary one)")  # fmt: skip
     add("--weights", type=Path, default=WEIGHTS,
         help="file written by train_bytes.py (the shipped one)")  # fmt: skip
-    add("--plot", type=Path, metavar="FILE.png", help="draw what is left wrong, layer by layer")
-    add("--report", type=Path, metavar="FILE", help="write the results as JSON")
+    add(
+        "--plot",
+        type=output_picture,
+        metavar="FILE.png",
+        help="draw what is left wrong, layer by layer",
+    )
+    add("--report", type=output_file, metavar="FILE", help="write the results as JSON")
     add("--resume", type=Path, help=argparse.SUPPRESS)  # the other process: tokens of a prompt
-    options = parser.parse_args(arguments)
-    smallest = {"prefix": 8, "chunk": 1, "new_tokens": 2, "repeats": 1}
-    for name, least in smallest.items():
-        if not least <= getattr(options, name) < 2**31:
-            shown = name.replace("_", "-")
-            parser.error(
-                f"argument --{shown}: expected {least} or more, got {getattr(options, name)}"
-            )
-    for name in ("plot", "report"):
-        path = getattr(options, name)
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"argument --{name}: expected a file in a folder, got {path}")
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        parser.error("argument --plot: needs matplotlib: pip install -e '.[examples]'")
-    return options
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -262,8 +256,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.plot is not None:
             prefix_rebuild.plot(report["rebuilt"], report["window"], options.plot)
     except (OSError, ValueError) as error:
-        text = " ".join(str(error).split())
-        print(f"prefix_reuse.py: error: {text}", file=sys.stderr)
+        print_error("prefix_reuse.py", error)
         return 2
     print_report(report)
     same = [*report["prompts"], report["another_process"]]

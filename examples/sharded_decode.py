@@ -19,12 +19,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
 from collectives import carrying_rows, find_collectives
-from command_line import Parser
+from command_line import Parser, output_file, print_error, whole_number
 from generate import WEIGHTS, load_model
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
@@ -185,38 +185,31 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "Compares with one device, and lists what the compiled program sends between devices.",
     )
     add = parser.add_argument
-    add("--devices", type=int, metavar="N",
+    add("--devices", type=whole_number(1), metavar="N",
         help="devices in all (every GPU; 8 virtual devices of the CPU without any)")  # fmt: skip
-    add("--processes", type=int, default=1, metavar="N",
+    add("--processes", type=whole_number(1), default=1, metavar="N",
         help="processes that share the devices, on this machine's CPU (1)")  # fmt: skip
-    add("--split-heads", type=int, nargs="+", metavar="N",
+    add("--split-heads", type=whole_number(1), nargs="+", metavar="N",
         help="devices that split heads; one run for each (all that fit)")  # fmt: skip
-    add("--prompts", type=int, metavar="N", help="requests in the batch (one for each device)")
-    add("--bytes", type=int, default=24, metavar="N", help="bytes to generate (24)")
+    add("--prompts", type=whole_number(1), metavar="N",
+        help="requests in the batch (one for each device)")  # fmt: skip
+    add("--bytes", type=whole_number(1), default=24, metavar="N", help="bytes to generate (24)")
     add(
         "--weights",
         type=Path,
         default=WEIGHTS,
         help="file written by train_bytes.py (the shipped one)",
     )
-    add("--report", type=Path, metavar="FILE", help="write the report as JSON")
+    add("--report", type=output_file, metavar="FILE", help="write the report as JSON")
     # One of several processes, started by the first.
     add("--process", type=int, help=argparse.SUPPRESS)
     add("--address", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    for name in ("devices", "processes", "prompts", "bytes"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"argument --{name}: expected 1 or more, got {value}")
-    if any(value < 1 for value in options.split_heads or ()):
-        parser.error(f"argument --split-heads: expected 1 or more, got {options.split_heads}")
     if (options.devices or VIRTUAL_DEVICES) % options.processes:
         parser.error(
             f"argument --processes: expected a divisor of {options.devices or VIRTUAL_DEVICES} "
             f"devices, got {options.processes}"
         )
-    if options.report is not None and not options.report.parent.is_dir():
-        parser.error(f"argument --report: expected a file in a folder, got {options.report}")
     return options
 
 
@@ -248,7 +241,8 @@ def main(arguments: Sequence[str]) -> int:
         if options.report is not None:
             options.report.write_text(json.dumps(report, indent=2) + "\n")
     except (OSError, ValueError) as error:
-        _fail(error)
+        print_error("sharded_decode.py", error)
+        return 2
     print_table(report)
     good = all(r["tokens_equal"] and not r["collectives_carrying_rows"] for r in results)
     return 0 if good else 1
@@ -314,12 +308,6 @@ def _wait(children: list[subprocess.Popen], folder: str) -> None:
         if child.poll():
             lines = Path(folder, f"{i}.txt").read_text(errors="replace").strip().splitlines()
             raise ValueError(f"process {i}: {lines[-1] if lines else 'failed without a word'}")
-
-
-def _fail(error: Exception) -> NoReturn:
-    text = " ".join(str(error).split())
-    print(f"sharded_decode.py: error: {text}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 if __name__ == "__main__":

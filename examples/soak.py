@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 import soak_checks
-from command_line import Parser, print_error
+from command_line import Parser, output_file, print_error, random_seed
 from generate import WEIGHTS, load_model
 from soak_traffic import Outcome, Pool, Sizes, bad_requests, random_request, read_texts
 
@@ -290,16 +290,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--minutes", type=float, default=60.0, metavar="M", help="how long (60)")
-    add("--seed", type=int, default=0, help="decides the traffic (0)")
+    add("--seed", type=random_seed, default=0, help="decides the traffic (0)")
     add("--weights", type=Path, default=WEIGHTS, help="file written by train_bytes.py (shipped)")
-    add("--report", type=Path, metavar="FILE", help="write what was found as JSON")
+    add("--report", type=output_file, metavar="FILE", help="write what was found as JSON")
     options = parser.parse_args(arguments)
     if not 0 < options.minutes <= 10_000:
         parser.error(f"argument --minutes: expected above 0, to 10000, got {options.minutes}")
-    if not 0 <= options.seed < 2**32:
-        parser.error(f"argument --seed: expected 0 to {2**32 - 1}, got {options.seed}")
-    if options.report is not None and not options.report.parent.is_dir():
-        parser.error(f"argument --report: expected a file in a folder, got {options.report}")
     return options
 
 

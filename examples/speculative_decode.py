@@ -17,7 +17,7 @@ from typing import Any
 import byte_text
 import jax
 import numpy as np
-from command_line import Parser, print_error
+from command_line import Parser, output_file, print_error, random_seed, whole_number
 from generate import PROMPT, WEIGHTS, load_model
 from tqdm import tqdm
 
@@ -234,26 +234,19 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("prompt", nargs="?", metavar="PROMPT",
         help="text to continue; by default one ordinary and one repetitive text")  # fmt: skip
-    add("--bytes", type=int, default=300, metavar="N", help="bytes to generate (300)")
+    add("--bytes", type=whole_number(2, 2**31 - 1), default=300, metavar="N",
+        help="bytes to generate (300)")  # fmt: skip
     add("--drafts", default="1,3,5,6", metavar="K,K",
         help="drafts in a verify step, 1 to 6 with the shipped model (1,3,5,6)")  # fmt: skip
     add("--drafter", default="ngram", metavar="NAME",
         help="ngram: what followed the same bytes before; layers:N: the model's own first N "
         "layers; or a file written by train_bytes.py (ngram)")  # fmt: skip
     add("--temperature", type=float, default=0.7, help="0 takes the likeliest byte each time (0.7)")
-    add("--seed", type=int, default=0, help="decides what is sampled (0)")
-    add("--rounds", type=int, default=5, metavar="N", help="paired measurements (5)")
+    add("--seed", type=random_seed, default=0, help="decides what is sampled (0)")
+    add("--rounds", type=whole_number(1), default=5, metavar="N", help="paired measurements (5)")
     add("--weights", type=Path, default=WEIGHTS, help="file written by train_bytes.py (shipped)")
-    add("--report", type=Path, metavar="FILE", help="write the figures as JSON")
+    add("--report", type=output_file, metavar="FILE", help="write the figures as JSON")
     options = parser.parse_args(arguments)
-    if not 2 <= options.bytes < 2**31:
-        parser.error(f"argument --bytes: expected 2 to {2**31 - 1}, got {options.bytes}")
-    if options.rounds < 1:
-        parser.error(f"argument --rounds: expected 1 or more, got {options.rounds}")
-    if not 0 <= options.seed < 2**32:
-        parser.error(f"argument --seed: expected 0 to {2**32 - 1}, got {options.seed}")
-    if options.report is not None and not options.report.parent.is_dir():
-        parser.error(f"argument --report: expected a file in a folder, got {options.report}")
     counts = options.drafts.split(",")
     if not all(count.isdecimal() and int(count) > 0 for count in counts):
         parser.error(f"argument --drafts: expected numbers from 1, got {options.drafts}")

@@ -81,14 +81,13 @@ class Program:
     def alias_bytes(self) -> int:
         return self.compiled.alias_bytes
 
-    def copies(self, shape: Sequence[int], dtype: str = "u8") -> list[str]:
-        """The HLO instructions that copy a whole array of a shape, inside fusions too.
+    def copies(self, shape: Sequence[int]) -> list[str]:
+        """The HLO instructions that copy a whole uint8 array of a shape, inside fusions too.
 
         Args:
-          shape: of the array.
-          dtype: its element type, as HLO writes it.
+          shape: of the array, such as a block of a cache.
         """
-        array = re.escape(f"{dtype}[{','.join(map(str, shape))}]")
+        array = re.escape(f"u8[{','.join(map(str, shape))}]")
         copy = re.compile(rf"= .*{array}.* copy(-start)?\(")
         return [line.strip() for line in self.compiled.hlo.splitlines() if copy.search(line)]
 

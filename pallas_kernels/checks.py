@@ -14,6 +14,11 @@ from jaxtyping import Array, ArrayLike, Int
 INT32_MAX = 2**31 - 1
 
 
+def is_power_of_two(n: int) -> bool:
+    """Whether n is 1, 2, 4, 8, ..."""
+    return n > 0 and n & (n - 1) == 0
+
+
 def is_known(*values: Any) -> bool:
     """Whether values are there to be looked at, not traced."""
     return not any(isinstance(value, Tracer) for value in values)
@@ -96,10 +101,22 @@ def check_floating(name: str, value: Array) -> None:
         )
 
 
-def check_count(name: str, value: object) -> None:
+def check_bytes(name: str, value: Any) -> None:
+    """Raises ValueError unless the dtype is uint8."""
+    dtype = getattr(value, "dtype", type(value).__name__)
+    if dtype != jnp.uint8:
+        raise ValueError(f"{name}: expected dtype uint8, got {dtype}")
+
+
+def check_integer(name: str, value: Any, smallest: int) -> None:
+    """Raises ValueError unless the value is a Python integer of `smallest` or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        raise ValueError(f"{name}: expected an integer of {smallest} or more, got {value!r}")
+
+
+def check_count(name: str, value: Any) -> None:
     """Raises ValueError unless the value is an integer of 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
+    check_integer(name, value, 1)
 
 
 def check_positive(name: str, value: Any) -> None:

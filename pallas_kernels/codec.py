@@ -9,6 +9,8 @@ E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 E4M3_NAN = 0x7F
 UE8M0_NAN = 0xFF
+BFLOAT16_NAN = 0x7FC0
+FLOAT32_NAN = 0x7FC00000
 # The largest magnitude that stays finite through e4m3 and back: 255 * 2**120 rounds up to 2**128.
 QUANTIZED_MAX = 240.0 * 2.0**120
 

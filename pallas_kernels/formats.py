@@ -68,9 +68,7 @@ class KVCacheFormat:
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field}: expected True or False, got {getattr(self, field)!r}")
         for field in ("quantized_elements", "elements_per_scale", "raw_elements", "pad_bytes"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{field}: expected an integer of 0 or more, got {value!r}")
+            checks.check_integer(field, getattr(self, field), 0)
         checks.check_choice("quantized_dtype", self.quantized_dtype, ("e4m3", "e2m1", None))
         checks.check_choice("scale_dtype", self.scale_dtype, (*_SCALE_BYTES, None))
         checks.check_choice("raw_dtype", self.raw_dtype, (*_RAW_BYTES, None))
@@ -277,9 +275,7 @@ def dequantize_rows(
       ValueError: wrong width, dtype or format.
     """
     check_format(fmt)
-    dtype = getattr(data, "dtype", type(data).__name__)
-    if dtype != jnp.uint8:
-        raise ValueError(f"data: expected dtype uint8, got {dtype}")
+    checks.check_bytes("data", data)
     if data.ndim == 0 or data.shape[-1] != fmt.row_bytes:
         raise ValueError(
             f"data: format {fmt.name} expects rows of {fmt.row_bytes} bytes, got shape {data.shape}"
@@ -369,11 +365,11 @@ def _nan_row(fmt: KVCacheFormat) -> np.ndarray:
     nan_scale = {
         "ue8m0": np.full(1, codec.UE8M0_NAN, np.uint8),
         "e4m3": np.full(1, codec.E4M3_NAN, np.uint8),
-        "float32": np.asarray([0x7FC00000], "<u4").view(np.uint8),
+        "float32": np.asarray([codec.FLOAT32_NAN], "<u4").view(np.uint8),
     }
     nan_raw = {
-        "bfloat16": np.asarray([0x7FC0], "<u2").view(np.uint8),
-        "float32": np.asarray([0x7FC00000], "<u4").view(np.uint8),
+        "bfloat16": np.asarray([codec.BFLOAT16_NAN], "<u2").view(np.uint8),
+        "float32": np.asarray([codec.FLOAT32_NAN], "<u4").view(np.uint8),
     }
     none = np.empty(0, np.uint8)
     scales = np.tile(nan_scale.get(fmt.scale_dtype or "", none), fmt.num_scales)

@@ -193,9 +193,7 @@ def store_rows(
     """
     check_rows(rows)
     slots = checks.as_int32("slots", slots)
-    dtype = getattr(data, "dtype", type(data).__name__)
-    if dtype != jnp.uint8:
-        raise ValueError(f"data: expected dtype uint8, got {dtype}")
+    checks.check_bytes("data", data)
     checks.check_shape("data", data, (*slots.shape, rows.fmt.row_bytes))
     slots, data = slots.reshape(-1), data.reshape(-1, rows.fmt.row_bytes)
     valid = is_valid_index(rows, slots)

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels import codec
+from pallas_kernels import checks, codec
 
 PAIRINGS = ("interleaved", "half_split")
 
@@ -45,7 +45,7 @@ def rounded(product: Float32[Array, "*s"]) -> Float32[Array, "*s"]:
     Which products are fused differs between programs. It has no derivative.
     """
     # No bits of a number are larger, but no compiler knows that of NaN.
-    return codec.bits_float(jnp.minimum(codec.float_bits(product), 0x7FC00000))
+    return codec.bits_float(jnp.minimum(codec.float_bits(product), codec.FLOAT32_NAN))
 
 
 # Not used in kernels, which need no derivative.
@@ -103,6 +103,19 @@ def _normalise(x, square, weight, eps) -> Float32[Array, "*batch d"]:
     return normalised * jnp.broadcast_to(weight.astype(jnp.float32), x.shape)
 
 
+def check_rotation(width, tokens, cos, sin, pairing) -> None:
+    """Raises ValueError unless cos and sin rotate pairs of `tokens` rows of `width` values."""
+    checks.check_choice("pairing", pairing, PAIRINGS)
+    for name, value in (("cos", cos), ("sin", sin)):
+        checks.check_floating(name, value)
+        checks.check_shape(name, value, (tokens, None))
+    if cos.shape != sin.shape or 2 * cos.shape[-1] > width:
+        raise ValueError(
+            f"cos, sin: expected the same shape with at most {width // 2} pairs, got "
+            f"{cos.shape} and {sin.shape}"
+        )
+
+
 def rope(
     x: Float[Array, "*batch d"],
     cos: Float[Array, "*#batch half"],
@@ -158,7 +171,7 @@ def hadamard(x: Float[Array, "*batch d"]) -> Float32[Array, "*batch d"]:
       ValueError: d is not a power of two.
     """
     width = x.shape[-1]
-    if width & (width - 1) or width == 0:
+    if not checks.is_power_of_two(width):
         raise ValueError(f"x: expected a width that is a power of two, got {width}")
     x = _rounded(x.astype(jnp.float32))
     step = 1

@@ -11,15 +11,11 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float32, Int32, UInt8
 
 from pallas_kernels import codec, formats, transforms
+from pallas_kernels.checks import is_power_of_two
 from pallas_kernels.formats import KVCacheFormat, ScaleFloor
 
 WIDTHS = (64, 128, 256, 512)
 """Values in a row that the kernels are made and tried for."""
-
-
-def is_power_of_two(n: int) -> bool:
-    """Whether n is 1, 2, 4, 8, ..."""
-    return n > 0 and n & (n - 1) == 0
 
 
 # --- before the cast
@@ -221,12 +217,12 @@ def encode_row(
     m, width = row.shape
     groups = width // (fmt.elements_per_scale or width)
     # Largest magnitudes as integers: Triton's floating-point maximum drops NaN.
-    magnitude = (codec.float_bits(row) & 0x7FFFFFFF).reshape(m, groups, width // groups)
+    magnitude = (codec.float_bits(row) & codec.MAGNITUDE_MASK).reshape(m, groups, width // groups)
     largest = codec.bits_float(jnp.max(magnitude, axis=2))
     bad = (~codec.is_finite(largest)).astype(jnp.int32)
     finite = jnp.max(bad, axis=1, keepdims=True) == 0
     if fmt.raw_dtype == "float32":
-        bits = jnp.where(finite, codec.float_bits(row), 0x7FC00000)
+        bits = jnp.where(finite, codec.float_bits(row), codec.FLOAT32_NAN)
         return [(0, fmt.data_bytes, _bytes_of(bits, 4))]
     parts = []
     if fmt.quantized_dtype is not None:
@@ -245,7 +241,7 @@ def encode_row(
         ]
     if fmt.raw_dtype is not None:
         raw = codec.bfloat16_bits(codec.round_to_bfloat16(_last(row, fmt.raw_elements)))
-        raw = jnp.where(finite, raw, 0x7FC0)
+        raw = jnp.where(finite, raw, codec.BFLOAT16_NAN)
         parts.append((fmt.quantized_bytes, 2 * fmt.raw_elements, _bytes_of(raw, 2)))
     return parts
 

@@ -13,18 +13,17 @@ from pallas_kernels import (
     KVRows,
     checks,
     dequantize_rows,
-    fused_store,
     load_rows,
     quantize_rows,
     store_rows,
     transforms,
 )
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.fused_store.xla import transform_rows
 from swa_jax.chunk import chunk_attention, chunk_rows
 from swa_jax.config import AttentionConfig
 from swa_jax.devices import on_each_device
 from swa_jax.heads import Rotation, attend_band, attend_indexed
+from swa_jax.latents import store_latents, transform_latents
 from swa_jax.layer_checks import check_call
 from swa_jax.metadata import DecodeMetadata, Metadata, PrefillMetadata, SequenceMetadata
 from swa_jax.verify import verify_attention
@@ -166,20 +165,8 @@ def decode_attention(
     if rows.sharding is not None:
         attend = functools.partial(decode_attention, config=config, implementation=implementation)
         return on_each_device(attend, params, q, latents, rotation, rows, meta, extra)
-    count = meta.slots.shape[0]
-    cos, sin = (angle.reshape(count, -1) for angle in rotation)
-    rows = fused_store(
-        rows,
-        latents.reshape(count, -1),
-        meta.slots,
-        norm_weight=params["kv_norm"],
-        norm_eps=config.norm_eps,
-        cos=cos,
-        sin=sin,
-        pairing=config.pairing,
-        hadamard=config.hadamard,
-        scale_floor=config.scale_floor,
-        implementation=implementation,
+    rows = store_latents(
+        rows, latents, meta.slots, params["kv_norm"], rotation, config, implementation
     )
     sinks = params["sinks"]
     if q.shape[1] > 1 and extra is None:
@@ -266,7 +253,7 @@ def sequence_attention(
     Returns:
       The heads' outputs, rotated back, in q's dtype[B, T, H, D].
     """
-    row = _row(params, latents, rotation, config)
+    row = transform_latents(latents, params["kv_norm"], rotation, config)
     if round_trip:
         row = _round_trip(row, config)
     old = ((0, 0), (config.window - 1, 0))
@@ -277,13 +264,6 @@ def sequence_attention(
 
 def _project(x: Float[Array, "*n i"], kernel: Float[Array, "o i"]) -> Float[Array, "*n o"]:
     return jnp.einsum("...i,oi->...o", x, kernel.astype(x.dtype))
-
-
-def _row(params, latents, rotation: Rotation, config: AttentionConfig) -> Float32[Array, "b t d"]:
-    cos, sin = rotation
-    return transform_rows(
-        latents, params["kv_norm"], cos, sin, config.norm_eps, config.pairing, config.hadamard
-    )
 
 
 def _round_trip(row: Float32[Array, "b t d"], config: AttentionConfig) -> Float32[Array, "b t d"]:

@@ -103,7 +103,17 @@ class SlidingWindowAttention(nn.Module):
 
 
 def sequence_metadata(x, meta, positions, segment_ids) -> SequenceMetadata:
-    """Metadata of a call without a cache, out of the call's arguments."""
+    """Metadata of a call without a cache, out of the call's arguments.
+
+    Args:
+      x: the call's input, [B, T, ...].
+      meta: the call's metadata, None.
+      positions: integers[B, T], or None for 0 to T - 1.
+      segment_ids: integers[B, T], or None for one segment.
+
+    Raises:
+      ValueError: metadata was given, or a wrong shape or dtype.
+    """
     if meta is not None:
         raise ValueError(f"meta: expected none without a cache, got {type(meta).__name__}")
     if x.ndim < 2:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from pallas_kernels import checks
 from swa_jax.config import AttentionConfig, DecoderConfig
 from swa_jax.files import open_new, read_safetensors, write_safetensors
 from swa_jax.head_shards import shard_config as shard_config
@@ -84,8 +85,7 @@ def load_attention(
         lists them; a layer that cannot be cut so; or as `open_tensors`.
       OSError: as `open_tensors`.
     """
-    if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
-        raise ValueError(f"layer: expected an integer of 0 or more, got {layer!r}")
+    checks.check_integer("layer", layer, 0)
     source, tensors = _opened(path_or_tensors)
     names = find_names(tensors)
     prefix = names.attention_prefix(layer)

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels import ExtraKV, KVRows, dequantize_rows, fused_store, quantize_rows
+from pallas_kernels import ExtraKV, KVRows, dequantize_rows, quantize_rows
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.fused_store import OPERATION as FUSED_STORE
-from pallas_kernels.fused_store.xla import transform_rows
-from pallas_kernels.indexed_attention import OPERATION as INDEXED_ATTENTION
 from swa_jax.config import AttentionConfig
-from swa_jax.heads import Rotation, attend_band, attend_indexed, by_query
+from swa_jax.heads import Rotation, attend_band, attend_indexed, by_query, indexed_refusal
+from swa_jax.latents import store_latents, transform_latents
 
 
 def chunk_rows(
@@ -74,9 +73,7 @@ def chunk_attention(
 
 
 def _cast(latents, norm_weight, cos, sin, *, config: AttentionConfig):
-    row = transform_rows(
-        latents, norm_weight, cos, sin, config.norm_eps, config.pairing, config.hadamard
-    )
+    row = transform_latents(latents, norm_weight, (cos, sin), config)
     return quantize_rows(row, config.fmt, config.scale_floor)
 
 
@@ -84,20 +81,10 @@ def _cast_by_store(
     latents, norm_weight, cos, sin, *, config: AttentionConfig, card: str, interpret: bool
 ):
     del card  # the operation inside asks for itself
-    new, cos, sin = by_query(latents, cos, sin)
-    rows = fused_store(
-        _room(latents, config),
-        new,
-        jnp.arange(new.shape[0], dtype=jnp.int32),
-        norm_weight=norm_weight,
-        norm_eps=config.norm_eps,
-        cos=cos,
-        sin=sin,
-        pairing=config.pairing,
-        hadamard=config.hadamard,
-        scale_floor=config.scale_floor,
-        implementation="interpret" if interpret else "triton",
-    )
+    room = _room(latents, config)
+    slots = jnp.arange(room.num_rows, dtype=jnp.int32)
+    implementation = "interpret" if interpret else "triton"
+    rows = store_latents(room, latents, slots, norm_weight, (cos, sin), config, implementation)
     return rows.data.reshape(*latents.shape[:2], -1)
 
 
@@ -150,12 +137,7 @@ def _assemble(
 
 def _refusal(q, data, segments, sink, cos, sin, extra, *, config: AttentionConfig) -> str | None:
     rows, indices = jax.eval_shape(lambda d, s: _assemble(d, s, config), data, segments)
-    flat, angle = jax.eval_shape(by_query, q, cos)
-    angle = None if config.hadamard else angle
-    return INDEXED_ATTENTION.refusal(
-        flat, rows, indices, None, extra, sink, None, angle, angle,
-        query_norm_eps=None, pairing=config.pairing, output_format=None,
-    )  # fmt: skip
+    return indexed_refusal(q, (cos, sin), rows, indices, sink, extra, config)
 
 
 _ATTENTION = Operation("prefill_attention", _by_band, _by_index, _refusal)

@@ -130,7 +130,7 @@ class AttentionConfig:
         _check_row_format("fmt", self.fmt, self.head_dim)
         if self.extra_fmt is not None:
             _check_row_format("extra_fmt", self.extra_fmt, self.head_dim)
-        if self.hadamard and self.head_dim & (self.head_dim - 1):
+        if self.hadamard and not checks.is_power_of_two(self.head_dim):
             raise ValueError(
                 f"hadamard: expected a head_dim that is a power of two, got {self.head_dim}"
             )
@@ -331,8 +331,7 @@ def check_feed_forward(mlp_size: Any, experts: Any) -> None:
 
 
 def _check_int(name: str, value: Any, smallest: int, largest: int = checks.INT32_MAX) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-        raise ValueError(f"{name}: expected an integer of {smallest} or more, got {value!r}")
+    checks.check_integer(name, value, smallest)
     if value > largest:
         raise ValueError(f"{name}: expected at most {largest}, got {value!r}")
 

@@ -200,7 +200,12 @@ class ModelDrafter:
         *,
         draft_tokens: int,
     ) -> RingCache:
-        """Prefills the drafter's own rings."""
+        """Prefills the drafter's own rings.
+
+        Raises:
+          ValueError: no variables, another vocabulary, or more drafts than those rings have room
+            for.
+        """
         if params is None:
             raise ValueError("drafter_params: expected the variables of the drafter, got None")
         config = self.model.config

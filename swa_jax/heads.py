@@ -1,10 +1,12 @@
 """What happens to queries before attention and to the heads' outputs after it."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels import ExtraKV, KVRows, indexed_attention, transforms
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.indexed_attention import OPERATION
 from pallas_kernels.softmax import merge
 from swa_jax.band import in_groups, window_attention
 from swa_jax.config import AttentionConfig
@@ -70,28 +72,33 @@ def attend_indexed(
     config: AttentionConfig,
     implementation: Implementation,
 ) -> Float[Array, "b t h d"]:
-    """Attention of raw queries over the rows that indices name, rotated back, in q's dtype.
+    """Attention of raw queries over the rows that indices name.
 
     Args:
-      q: queries before norm and rotation.
-      rotation: cosines and sines at their positions.
-      rows: the cache.
-      indices: int32[B * T, K].
-      sink: per head.
-      extra: a compressed cache in the same softmax.
+      q: floating[B, T, H, D], queries before norm and rotation.
+      rotation: cosines and sines at their positions, float32[B, T, R / 2] each.
+      rows: the layer's view of the cache.
+      indices: int32[B * T, K], -1 for none.
+      sink: floating[H].
+      extra: a compressed cache in the same softmax, its indices [B * T, K]; or None.
       config: the layer's configuration.
       implementation: of `indexed_attention`.
+
+    Returns:
+      q's dtype[B, T, H, D], rotated back; 0 where a query sees nothing.
+
+    Raises:
+      NotImplementedError: the implementation named cannot do it.
     """
-    count = indices.shape[0]
     if config.hadamard:  # the transform stands between the rotation and the dot products
-        queries = prepare_queries(q, rotation, config).reshape(count, *q.shape[2:])
+        [queries] = by_query(prepare_queries(q, rotation, config))
         out, _ = indexed_attention(
             queries, rows, indices, extra=extra, sink=sink, implementation=implementation
         )
         return finish(out.reshape(q.shape).astype(jnp.float32), rotation, config, q.dtype)
-    cos, sin = (angle.reshape(count, -1) for angle in rotation)
+    queries, cos, sin = by_query(q, *rotation)
     out, _ = indexed_attention(
-        q.reshape(count, *q.shape[2:]),
+        queries,
         rows,
         indices,
         extra=extra,
@@ -105,6 +112,16 @@ def attend_indexed(
     return out.reshape(q.shape)
 
 
+def indexed_refusal(q, rotation, rows, indices, sink, extra, config: AttentionConfig) -> str | None:
+    """Why a kernel cannot do `attend_indexed`, of arrays or of their shapes; None where it can."""
+    queries, angle = jax.eval_shape(by_query, q, rotation[0])
+    angle = None if config.hadamard else angle
+    return OPERATION.refusal(
+        queries, rows, indices, None, extra, sink, None, angle, angle,
+        query_norm_eps=None, pairing=config.pairing, output_format=None,
+    )  # fmt: skip
+
+
 def attend_band(
     q: Float[Array, "b t h d"],
     rotation: Rotation,
@@ -114,16 +131,20 @@ def attend_band(
     extra: ExtraKV | None,
     config: AttentionConfig,
 ) -> Float[Array, "b t h d"]:
-    """Attention of raw queries over consecutive rows within the window, rotated back, in q's dtype.
+    """Attention of raw queries over consecutive rows within the window.
 
     Args:
-      q: queries before norm and rotation. Query t belongs to row W - 1 + t.
-      rotation: cosines and sines at their positions.
-      rows: W - 1 old rows, then T new ones, decoded.
-      segments: each row's segment; a query sees rows of its own; -1 for a row that nobody sees.
-      sink: per head.
-      extra: a compressed cache in the same softmax.
+      q: floating[B, T, H, D], queries before norm and rotation. Query t belongs to row W - 1 + t.
+      rotation: cosines and sines at their positions, float32[B, T, R / 2] each.
+      rows: float32[B, W - 1 + T, D], W - 1 old rows, then T new ones, decoded.
+      segments: int32[B, W - 1 + T], each row's segment; a query sees rows of its own; -1 for a row
+        that nobody sees.
+      sink: floating[H].
+      extra: a compressed cache in the same softmax, its indices [B * T, K]; or None.
       config: the layer's configuration.
+
+    Returns:
+      q's dtype[B, T, H, D], rotated back; 0 where a query sees nothing.
     """
     sink = sink.astype(jnp.float32)
 
@@ -145,10 +166,9 @@ def attend_band(
     )
     if extra is None:
         return found
-    count = q.shape[0] * q.shape[1]
-    queries = prepare_queries(q, rotation, config).astype(jnp.float32)
+    [queries] = by_query(prepare_queries(q, rotation, config).astype(jnp.float32))
     more = indexed_attention(
-        queries.reshape(count, *q.shape[2:]),
+        queries,
         extra.rows,
         extra.indices,
         lengths=extra.lengths,

@@ -185,9 +185,7 @@ def store_paged(
     """
     check_paged(paged)
     slots = checks.as_int32("slots", slots)
-    dtype = getattr(data, "dtype", type(data).__name__)
-    if dtype != jnp.uint8:
-        raise ValueError(f"data: expected dtype uint8, got {dtype}")
+    checks.check_bytes("data", data)
     checks.check_shape("data", data, (*slots.shape, paged.fmt.row_bytes))
     slots, data = slots.reshape(-1), data.reshape(-1, paged.fmt.row_bytes)
     # A slot outside gives a page outside, negative ones too, and those the scatter drops.

@@ -20,7 +20,17 @@ def swiglu(
     up: Float[Array, "size hidden"],
     down: Float[Array, "hidden size"],
 ) -> Float[Array, "*b hidden"]:
-    """down(silu(gate(x)) * up(x)), in x's dtype."""
+    """down(silu(gate(x)) * up(x)), in x's dtype.
+
+    Args:
+      x: floating[..., hidden].
+      gate: floating[size, hidden], and so is `up`.
+      up: floating[size, hidden].
+      down: floating[hidden, size].
+
+    Returns:
+      x's dtype[..., hidden].
+    """
 
     def project(x, kernel):
         return jnp.einsum("...i,oi->...o", x, kernel.astype(x.dtype))

@@ -68,7 +68,12 @@ class DecoderLayer(nn.Module):
         extra: ExtraKV | None,
         cross_layer: Any,
     ) -> tuple[Float[Array, "b t hidden"], KVRows | None, Any]:
-        """As the call: output, new rows and cross-layer value, each None if there is none."""
+        """As the call: output, new rows and cross-layer value, each None if there is none.
+
+        Raises:
+          ValueError: as SlidingWindowAttention; sizes of a SwiGLU and of experts at once, or an
+            extra_hook without metadata or with another result.
+        """
         check_feed_forward(self.mlp_size, self.experts)
         attention = SlidingWindowAttention(
             self.config, self.round_trip, self.implementation, name="attention"

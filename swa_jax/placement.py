@@ -144,6 +144,9 @@ def gather_scores(
     Args:
       scores: float32[B, ..., vocab].
       sharding: of the cache; without one, the scores are as they were.
+
+    Returns:
+      float32[B, ..., vocab].
     """
     if sharding is None:
         return scores

@@ -20,6 +20,9 @@ def token_ids(model: Decoder, name: str, values: Prompt) -> Int32[np.ndarray, " 
       name: the argument's name, for the message.
       values: at least one token id.
 
+    Returns:
+      int32[n].
+
     Raises:
       ValueError: there is none, or one is out of range.
     """
@@ -40,6 +43,9 @@ def token_limits(max_new_tokens: int | Sequence[int], batch: int) -> Int32[np.nd
     Args:
       max_new_tokens: 1 or more.
       batch: B, number of requests.
+
+    Returns:
+      int32[B].
 
     Raises:
       ValueError: not integers of 1 or more, or not B of them.

@@ -69,13 +69,7 @@ def compare_with_recompute(
     recomputed = whole_sequence_logits(model, params, sequence[None, :-1])[0, begin:]
     through_ring = ring_logits(model, params, sequence[:-1], begin)
     positions = jnp.arange(begin + 1, begin + 1 + count, dtype=jnp.int32)
-    every = Sampling.build(
-        count,
-        temperature=jnp.broadcast_to(sampling.temperature[0], (count,)),
-        top_k=jnp.broadcast_to(sampling.top_k[0], (count,)),
-        top_p=jnp.broadcast_to(sampling.top_p[0], (count,)),
-        keys=jnp.broadcast_to(sampling.keys, (count,)),
-    )
+    every = sampling.repeat(count)
     allowed = allowed_tokens(through_ring, every)
     scores = jnp.where(allowed, perturbed_scores(recomputed, positions, every), -jnp.inf)
     scores, logits = np.asarray(scores), np.asarray(recomputed)

@@ -71,6 +71,14 @@ class Sampling:
             )
         return cls(temperature, top_k, top_p, keys)
 
+    def repeat(self, count: int) -> "Sampling":
+        """The settings of B * count tokens: each request's for `count` tokens, one after another.
+
+        Args:
+          count: tokens of each request.
+        """
+        return jax.tree.map(lambda leaf: jnp.repeat(leaf, count, axis=0), self)
+
 
 def request_keys(key: Key[Array, ""], batch: int) -> Key[Array, " b"]:
     """A key for each of `batch` requests; the i-th does not depend on how many there are.
@@ -93,6 +101,13 @@ def allowed_tokens(logits: Float32[Array, "b v"], sampling: Sampling) -> Bool[Ar
     """The tokens that top-k and top-p leave: at least the best one.
 
     top-p counts probabilities at the request's temperature.
+
+    Args:
+      logits: float32[B, V].
+      sampling: settings.
+
+    Returns:
+      bool[B, V].
     """
     order = jnp.argsort(logits, axis=-1, descending=True)
     scores = jnp.take_along_axis(_at_temperature(logits, sampling), order, axis=-1)
@@ -118,6 +133,9 @@ def perturbed_scores(
       logits: float32[B, V].
       positions: int32[B], the positions of the tokens to choose.
       sampling: settings; where the temperature is 0 the scores are the logits.
+
+    Returns:
+      float32[B, V].
     """
 
     def noise(key, position):

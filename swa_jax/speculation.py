@@ -83,7 +83,7 @@ def speculate_block(
     check_draft_tokens(state.cache.geometry, draft_tokens)
 
     # The settings of each position's token: once a block and not in every step.
-    every = jax.tree.map(lambda leaf: jnp.repeat(leaf, draft_tokens + 1, axis=0), state.sampling)
+    every = state.sampling.repeat(draft_tokens + 1)
 
     def step(carry, _):
         state, memory = carry

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from pallas_kernels import checks
 from swa_jax.config import DecoderConfig, plain_config
 from swa_jax.decoding import DecodeState
 from swa_jax.files import open_new
@@ -90,8 +91,7 @@ def save_state(
       OSError: it cannot be written.
     """
     config, cache = model.config, state.cache
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"step: expected an integer of 0 or more, got {step!r}")
+    checks.check_integer("step", step, 0)
     for name, want, got in (
         ("format", config.fmt, cache.fmt),
         ("geometry", config.geometry, cache.geometry),

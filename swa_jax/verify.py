@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import KVRows, dequantize_rows, load_rows
 from pallas_kernels.dispatch import Implementation, Operation
-from pallas_kernels.indexed_attention import OPERATION as INDEXED_ATTENTION
 from pallas_kernels.storage import gather_rows, is_valid_index
 from swa_jax.band import attend_visible, in_window, without_nan
 from swa_jax.config import AttentionConfig
@@ -19,8 +18,8 @@ from swa_jax.heads import (
     Rotation,
     attend_band,
     attend_indexed,
-    by_query,
     finish,
+    indexed_refusal,
     prepare_queries,
 )
 from swa_jax.metadata import DecodeMetadata
@@ -137,12 +136,7 @@ def _band_slots(meta: DecodeMetadata) -> Int32[Array, "b kt"]:
 
 
 def _refusal(q, rows, meta, sink, cos, sin, *, config: AttentionConfig) -> str | None:
-    flat, angle = jax.eval_shape(by_query, q, cos)
-    angle = None if config.hadamard else angle
-    return INDEXED_ATTENTION.refusal(
-        flat, rows, meta.indices, None, None, sink, None, angle, angle,
-        query_norm_eps=None, pairing=config.pairing, output_format=None,
-    )  # fmt: skip
+    return indexed_refusal(q, (cos, sin), rows, meta.indices, sink, None, config)
 
 
 _OPERATION = Operation("verify_attention", _by_band, _by_index, _refusal)

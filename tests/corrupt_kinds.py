@@ -21,7 +21,7 @@ import batch_lines
 import benchmark_lines
 import benchmark_table
 import generate
-import train_bytes
+import training_checkpoints
 from checkpoint_cases import (
     ATTENTION,
     ATTENTION_SHAPES,
@@ -368,11 +368,11 @@ def benchmark(folder: Path) -> Kind:
 def training_state(folder: Path) -> Kind:
     path, identity = folder / "state.safetensors", {"run": "{}", "training_text": "ab12"}
     values = np.arange(6, dtype=np.float32)
-    state = train_bytes.TrainingState(3, {"a": values}, {"b": values[:2]}, [{"step": 2}])
-    train_bytes.save_state(path, state, identity)
+    state = training_checkpoints.TrainingState(3, {"a": values}, {"b": values[:2]}, [{"step": 2}])
+    training_checkpoints.save_state(path, state, identity)
 
     def load():
-        found = train_bytes.load_state(path, state, identity)
+        found = training_checkpoints.load_state(path, state, identity)
         tree = {"params.a": found.params["a"], "optimizer.b": found.optimizer["b"]}
         return tree, found.step, json.dumps(found.evaluations)
 

@@ -37,6 +37,7 @@ LAYERS = {
         {"cache", "config", "metadata", "paging", "sizing"},
         {"band"},
         {"heads"},
+        {"latents"},
         {"chunk", "devices", "verify"},
         {"attention"},
         {"block_scales", "head_shards"},

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import batch_lines
 import benchmark_lines
 import load_hf
-import train_bytes
+import training_checkpoints
 
 pytestmark = pytest.mark.quick_compilation
 
@@ -82,7 +82,7 @@ READERS = {
     "a configuration": swa.read_config,
     "a prefix": read_slot,
     "a benchmark": benchmark_lines.load,
-    "a training state": lambda path: train_bytes.load_state(path, None, {}),
+    "a training state": lambda path: training_checkpoints.load_state(path, None, {}),
 }
 
 
@@ -353,9 +353,9 @@ def test_tokens_of_another_dtype_are_others(tmp_path):
 
 def test_a_training_state_that_is_none_is_refused_by_name(tmp_path):
     path, ones = tmp_path / "state", np.ones(2, np.float32)
-    state = train_bytes.TrainingState(3, {"a": ones}, {"b": ones}, [])
-    train_bytes.save_state(path, state, {"run": "r"})
-    assert train_bytes.load_state(path, state, {"run": "r"}).step == 3
+    state = training_checkpoints.TrainingState(3, {"a": ones}, {"b": ones}, [])
+    training_checkpoints.save_state(path, state, {"run": "r"})
+    assert training_checkpoints.load_state(path, state, {"run": "r"}).step == 3
     tensors, texts = read_safetensors(path.read_bytes())
     for data, text in (
         (b"abc", "expected a whole safetensors file"),
@@ -368,7 +368,7 @@ def test_a_training_state_that_is_none_is_refused_by_name(tmp_path):
         (write_safetensors(tensors, texts | {"step": "x"}), "expected a step and evaluations"),
     ):
         path.write_bytes(data)
-        found = fault_text(lambda: train_bytes.load_state(path, state, {"run": "r"}))
+        found = fault_text(lambda: training_checkpoints.load_state(path, state, {"run": "r"}))
         assert found.startswith(f"{path}: {text}")
 
 

@@ -187,7 +187,8 @@ def test_a_directory_that_is_no_such_model_is_one_line_and_status_two(tmp_path, 
 @pytest.mark.slow
 def test_the_readmes_lines_lead_from_a_directory_to_tokens(tmp_path, monkeypatch):
     fields = {**FIELDS, "compress_ratios": [0, 0, 0]}
-    make_model(tmp_path / "model" if (tmp_path / "model").mkdir() else tmp_path / "model", fields)
+    (tmp_path / "model").mkdir()
+    make_model(tmp_path / "model", fields)
     readme = (ROOT / "README.md").read_text()
     code = readme.partition("<!-- from a directory to tokens -->\n```python\n")[2].partition("```")[
         0

@@ -323,7 +323,7 @@ def test_two_processes_give_the_tokens_of_one_device(tiny_weights, tmp_path):
     [
         (["--processes", "3"], "argument --processes: expected a divisor of 8 devices, got 3"),
         (["--devices", "0"], "argument --devices: expected 1 or more, got 0"),
-        (["--split-heads", "0"], "argument --split-heads: expected 1 or more, got [0]"),
+        (["--split-heads", "0"], "argument --split-heads: expected 1 or more, got 0"),
         (["--report", "nowhere/r.json"], "argument --report: expected a file in a folder"),
     ],
 )

@@ -18,7 +18,9 @@ import swa_jax as swa
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import byte_text
+import byte_training
 import train_bytes
+import training_checkpoints
 
 pytestmark = pytest.mark.quick_compilation
 
@@ -43,7 +45,7 @@ TINY = swa.DecoderConfig(
     mlp_size=48,
 )
 # Steps 0 to 2 with the short window, 3 to 5 with the model's and through the rows' round trip.
-RUN = train_bytes.Run(
+RUN = byte_training.Run(
     seed=3, steps=6, batch=2, length=32, short_window=8, short_share=0.5, row_share=0.5
 )
 
@@ -80,7 +82,7 @@ def test_decode_undoes_encode(text):
 
 def test_boundaries_have_no_text_and_other_tokens_are_refused():
     assert byte_text.decode(np.array([256, 104, 105, 256])) == b"hi"
-    with pytest.raises(ValueError, match="0..256, got 0..257"):
+    with pytest.raises(ValueError, match="expected 0 to 256, got 0 to 257"):
         byte_text.decode(np.array([0, 257]))
 
 
@@ -127,14 +129,14 @@ def test_every_token_but_the_first_is_scored_once_with_its_context(length):
 
 
 def test_batch_is_a_function_of_seed_and_step_alone(training):
-    first = train_bytes.training_batch(training.tokens, RUN, 7)
-    train_bytes._block_order.cache_clear()
+    first = byte_training.training_batch(training.tokens, RUN, 7)
+    byte_training._block_order.cache_clear()
     for step in (40, 8, 0):
-        other = train_bytes.training_batch(training.tokens, RUN, step)
+        other = byte_training.training_batch(training.tokens, RUN, step)
         assert not np.array_equal(first, other)
-    np.testing.assert_array_equal(first, train_bytes.training_batch(training.tokens, RUN, 7))
+    np.testing.assert_array_equal(first, byte_training.training_batch(training.tokens, RUN, 7))
     reseeded = dataclasses.replace(RUN, seed=4)
-    assert not np.array_equal(first, train_bytes.training_batch(training.tokens, reseeded, 7))
+    assert not np.array_equal(first, byte_training.training_batch(training.tokens, reseeded, 7))
     chex.assert_shape(first, (2, 33))
 
 
@@ -143,7 +145,7 @@ def test_a_pass_over_the_text_sees_each_place_once():
     blocks = (1000 - 1) // 32 - 1  # 30: 15 steps of 2
     for epoch in (0, 1):
         steps = range(epoch * blocks // 2, (epoch + 1) * blocks // 2)
-        seen = np.concatenate([train_bytes.training_batch(tokens, RUN, k)[:, :-1] for k in steps])
+        seen = np.concatenate([byte_training.training_batch(tokens, RUN, k)[:, :-1] for k in steps])
         starts = np.sort(seen[:, 0])
         np.testing.assert_array_equal(np.diff(starts), 32)
         assert len(starts) == blocks
@@ -151,7 +153,7 @@ def test_a_pass_over_the_text_sees_each_place_once():
 
 def test_text_shorter_than_two_sequences_is_refused():
     with pytest.raises(ValueError, match="more than 64 tokens, got 40"):
-        train_bytes.training_batch(np.zeros(40, np.uint16), RUN, 0)
+        byte_training.training_batch(np.zeros(40, np.uint16), RUN, 0)
 
 
 def test_phases_of_a_run():
@@ -166,7 +168,7 @@ def test_muon_update_is_orthogonal_and_scaled_for_kernels_that_are_out_by_in():
     gradients = jax.tree.map(
         lambda value: np.random.default_rng(0).normal(size=value.shape).astype(np.float32), params
     )
-    optimizer = train_bytes.make_optimizer(steps=2)  # warm-up is step 0, the peak step 1
+    optimizer = byte_training.make_optimizer(steps=2)  # warm-up is step 0, the peak step 1
     state = optimizer.init(params)
     for _ in range(2):
         updates, state = jax.jit(optimizer.update)(gradients, state, params)
@@ -178,8 +180,8 @@ def test_muon_update_is_orthogonal_and_scaled_for_kernels_that_are_out_by_in():
 
 
 def test_every_matrix_inside_the_layers_is_muons_and_nothing_else():
-    params = train_bytes.initial_params(TINY, seed=0)
-    states = train_bytes.make_optimizer(6).init(params).inner_states
+    params = byte_training.initial_params(TINY, seed=0)
+    states = byte_training.make_optimizer(6).init(params).inner_states
     tensors = {
         label: {jax.tree_util.keystr(path[-1:], simple=True) for path, leaf in leaves if leaf.ndim}
         for label, leaves in (
@@ -187,16 +189,16 @@ def test_every_matrix_inside_the_layers_is_muons_and_nothing_else():
             for label in ("muon", "adam")
         )
     }
-    assert tensors["muon"] == set(train_bytes.MATRICES)
+    assert tensors["muon"] == set(byte_training.MATRICES)
     assert not tensors["adam"] & tensors["muon"]
     for path, value in jax.tree.leaves_with_path(params):
         name = jax.tree_util.keystr(path[-1:], simple=True)
-        assert (name in train_bytes.ZERO_AT_START) == (not np.any(value)) or name == "sinks"
+        assert (name in byte_training.ZERO_AT_START) == (not np.any(value)) or name == "sinks"
 
 
 def test_untrained_model_needs_log2_of_the_vocabulary_per_token(held_out):
-    params = train_bytes.initial_params(TINY, seed=0)
-    bits = train_bytes.bits_per_byte(swa.Decoder(TINY, round_trip=False), params, held_out)
+    params = byte_training.initial_params(TINY, seed=0)
+    bits = byte_training.bits_per_byte(swa.Decoder(TINY, round_trip=False), params, held_out)
     # 301 predictions (300 bytes, one boundary) of 8.005625 bits each.
     assert bits == pytest.approx(8.005625 * 301 / 300, rel=1e-5)
 
@@ -204,7 +206,7 @@ def test_untrained_model_needs_log2_of_the_vocabulary_per_token(held_out):
 @pytest.mark.slow
 def test_resumed_run_equals_an_undisturbed_one(tmp_path, training, held_out):
     def go_on(file, stop_after=RUN.steps):
-        state = train_bytes.start(TINY, RUN, training, file if file.exists() else None)
+        state = training_checkpoints.start(TINY, RUN, training, file if file.exists() else None)
         train_bytes.train(
             TINY, RUN, training, held_out, state, file,
             evaluate_every=3, stopped=lambda: state.step == stop_after,
@@ -221,7 +223,7 @@ def test_resumed_run_equals_an_undisturbed_one(tmp_path, training, held_out):
     chex.assert_trees_all_equal(parts.optimizer, whole.optimizer)
     assert parts.evaluations == whole.evaluations
     assert [entry["step"] for entry in whole.evaluations] == [3, 6]
-    begin = train_bytes.initial_params(TINY, RUN.seed)
+    begin = byte_training.initial_params(TINY, RUN.seed)
     assert not np.array_equal(jax.tree.leaves(begin)[0], jax.tree.leaves(whole.params)[0])
     # Each state is written beside its file and renamed: nothing unfinished is left.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "whole"]
@@ -229,16 +231,18 @@ def test_resumed_run_equals_an_undisturbed_one(tmp_path, training, held_out):
 
 def test_state_of_another_run_is_refused(tmp_path, training):
     file = tmp_path / "state.safetensors"
-    state = train_bytes.TrainingState(2, {"up": np.ones(3, np.float32)}, {}, [])
-    train_bytes.save_state(file, state, train_bytes.run_identity(TINY, RUN, training))
-    other = train_bytes.run_identity(TINY, dataclasses.replace(RUN, seed=4), training)
+    state = training_checkpoints.TrainingState(2, {"up": np.ones(3, np.float32)}, {}, [])
+    training_checkpoints.save_state(
+        file, state, training_checkpoints.run_identity(TINY, RUN, training)
+    )
+    other = training_checkpoints.run_identity(TINY, dataclasses.replace(RUN, seed=4), training)
     with pytest.raises(ValueError, match='another run: expected {"seed": 4.*got {"seed": 3'):
-        train_bytes.load_state(file, state, other)
+        training_checkpoints.load_state(file, state, other)
 
 
 def test_finished_model_says_what_it_is(tmp_path, training, held_out):
-    params = train_bytes.initial_params(TINY, seed=0)
-    state = train_bytes.TrainingState(6, params, None, [])
+    params = byte_training.initial_params(TINY, seed=0)
+    state = training_checkpoints.TrainingState(6, params, None, [])
     train_bytes.write_model(tmp_path, TINY, RUN, training, held_out, state)
 
     written = json.loads((tmp_path / "bytes.json").read_text())
@@ -253,7 +257,7 @@ def test_finished_model_says_what_it_is(tmp_path, training, held_out):
 
 
 def test_default_model_fits_in_its_file():
-    params = jax.eval_shape(lambda: train_bytes.initial_params(train_bytes.MODEL, 0))
+    params = jax.eval_shape(lambda: byte_training.initial_params(train_bytes.MODEL, 0))
     count = sum(math.prod(value.shape) for value in jax.tree.leaves(params))
     assert count <= 2_500_000
     assert 2 * count < train_bytes.LARGEST_FILE
@@ -262,12 +266,12 @@ def test_default_model_fits_in_its_file():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "0"], "--steps: must be at least 1, got 0"),
-        (["--steps", "many"], "--steps: invalid"),
-        (["--short-share", "1.5"], "--short-share: must lie between 0 and 1, got 1.5"),
-        (["--short-window", "200"], "--short-window: must be at most the model's window 128"),
-        (["--seed", "-1"], "--seed: must not be negative, got -1"),
-        (["--resume"], "--resume: no state in"),
+        (["--steps", "0"], "--steps: expected 1 or more, got 0"),
+        (["--steps", "many"], "--steps: expected 1 or more, got many"),
+        (["--short-share", "1.5"], "--short-share: expected 0 to 1, got 1.5"),
+        (["--short-window", "200"], "--short-window: expected at most the model's window 128"),
+        (["--seed", "-1"], "--seed: expected 0 or more, got -1"),
+        (["--resume"], "--resume: expected a state in"),
         (["--unknown"], "--unknown"),
     ],
 )

@@ -7,7 +7,7 @@ from pallas_kernels import checks, dispatch
 from pallas_kernels.formats import SCALE_FLOORS, ScaleFloor, check_cache_format
 from pallas_kernels.fused_store import xla
 from pallas_kernels.storage import KVRows, check_rows
-from pallas_kernels.transforms import PAIRINGS
+from pallas_kernels.transforms import check_rotation
 
 OPERATION = dispatch.operation("fused_store", xla.fused_store, "pallas_kernels.fused_store.triton")
 
@@ -60,7 +60,11 @@ def fused_store(
     tokens = latents.shape[0]
     slots = checks.as_int32("slots", slots)
     checks.check_shape("slots", slots, (tokens,))
-    check_row_transform(width, tokens, norm_weight, cos, sin, pairing, hadamard)
+    checks.check_floating("norm_weight", norm_weight)
+    checks.check_shape("norm_weight", norm_weight, (width,))
+    check_rotation(width, tokens, cos, sin, pairing)
+    if hadamard and not checks.is_power_of_two(width):
+        raise ValueError(f"hadamard: expected a row width that is a power of two, got {width}")
     checks.check_choice("scale_floor", scale_floor, SCALE_FLOORS)
     if latents.dtype == jnp.float64:
         latents = latents.astype(jnp.float32)
@@ -77,25 +81,3 @@ def fused_store(
         hadamard=hadamard,
         scale_floor=scale_floor,
     )
-
-
-def check_row_transform(width, tokens, norm_weight, cos, sin, pairing, hadamard) -> None:
-    """Raises ValueError unless the parts of a row's transform fit rows of `width` values."""
-    checks.check_floating("norm_weight", norm_weight)
-    checks.check_shape("norm_weight", norm_weight, (width,))
-    check_rotation(width, tokens, cos, sin, pairing)
-    if hadamard and width & (width - 1):
-        raise ValueError(f"hadamard: expected a row width that is a power of two, got {width}")
-
-
-def check_rotation(width, tokens, cos, sin, pairing) -> None:
-    """Raises ValueError unless cos and sin rotate rows of `width` values."""
-    checks.check_choice("pairing", pairing, PAIRINGS)
-    for name, value in (("cos", cos), ("sin", sin)):
-        checks.check_floating(name, value)
-        checks.check_shape(name, value, (tokens, None))
-    if cos.shape != sin.shape or 2 * cos.shape[-1] > width:
-        raise ValueError(
-            f"cos, sin: expected the same shape with at most {width // 2} pairs, got "
-            f"{cos.shape} and {sin.shape}"
-        )

@@ -8,11 +8,10 @@ from jaxtyping import Array, ArrayLike, Float, Float32, Int, UInt8
 
 from pallas_kernels import checks, dispatch
 from pallas_kernels.formats import KVCacheFormat, check_cache_format
-from pallas_kernels.fused_store import check_rotation
 from pallas_kernels.indexed_attention import xla
 from pallas_kernels.serialization import register_serialization
 from pallas_kernels.storage import KVRows, check_rows
-from pallas_kernels.transforms import PAIRINGS
+from pallas_kernels.transforms import PAIRINGS, check_rotation
 
 OPERATION = dispatch.operation(
     "indexed_attention", xla.indexed_attention, "pallas_kernels.indexed_attention.triton"

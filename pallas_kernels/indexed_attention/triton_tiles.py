@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from pallas_kernels import triton_rows
+from pallas_kernels.checks import is_power_of_two
 from pallas_kernels.formats import KVCacheFormat
 
 CHUNK = 64
@@ -37,7 +38,7 @@ def refusal(fmt: KVCacheFormat) -> str | None:
     if _is_mixed(fmt) and (fmt.raw_elements != CHUNK or not fmt.scales_last):
         return f"reads rows with a raw tail of {CHUNK} values, got format {fmt.name}"
     group = fmt.elements_per_scale
-    if group and not (triton_rows.is_power_of_two(group) and group <= CHUNK):
+    if group and not (is_power_of_two(group) and group <= CHUNK):
         return f"reads groups of at most {CHUNK} values, a power of two, got {group}"
     return None
 
