@@ -35,6 +35,7 @@ UNCHECKED_MODULES = {
     "swa_jax.placement": _CHECKS_ITSELF,
     "swa_jax.prefilling": _CHECKS_ITSELF,
     "swa_jax.prefixes": _CHECKS_ITSELF,
+    "swa_jax.prompts": _CHECKS_ITSELF,
     "swa_jax.ring": _CHECKS_ITSELF,
     "swa_jax.sampling": _PYTREE,
     "swa_jax.speculation": _PROTOCOL,
