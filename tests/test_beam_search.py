@@ -164,11 +164,9 @@ def test_a_beam_wide_enough_for_everything_finds_what_brute_force_finds():
 
 @pytest.mark.parametrize(
     ("beams", "stops"),
-    [
-        (3, [0, 3]),
-        pytest.param(1, [], marks=pytest.mark.slow),
-    ],
+    [(3, [0, 3]), (1, [])],
 )
+@pytest.mark.slow
 def test_a_narrow_beam_is_a_plain_beam_search_on_the_model_without_a_cache(beams, stops):
     for case, (params, prompt) in enumerate(CASES):
         chances = chances_after_prefixes(case)
@@ -270,6 +268,7 @@ def sampled_without_a_cache(params, prompt, sampling, limit, stop, alpha) -> Con
     return Continuation([one for one in tokens if one != stop], total, score, stop in tokens)
 
 
+@pytest.mark.slow
 def test_samples_are_those_of_a_recompute_with_the_models_own_log_probabilities():
     keys = request_keys(jax.random.key(1), 3)
     sampling = swa.Sampling.build(3, temperature=[1.3, 0.0, 0.8], top_k=[0, 0, 4], keys=keys)

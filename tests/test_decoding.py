@@ -93,7 +93,9 @@ def greedy():
 # --- the same answer as the recompute
 
 
-@pytest.mark.parametrize("i", range(BATCH))
+@pytest.mark.parametrize(
+    "i", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, BATCH))]
+)
 def test_tokens_are_those_of_the_recompute(run, i):
     sampling, tokens = run
     found = swa.compare_with_recompute(

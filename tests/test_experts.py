@@ -390,6 +390,7 @@ def decoder():
     return swa.Decoder(config), decoder_params(config)
 
 
+@pytest.mark.slow
 def test_token_by_token_gives_the_scores_of_the_whole_sequence(decoder):
     model, params = decoder
     tokens = np.random.default_rng(0).integers(0, 50, 20, dtype=np.int32)  # the ring has 9 rows

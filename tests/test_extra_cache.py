@@ -26,7 +26,6 @@ from pallas_kernels import ExtraKV, KVRows, dequantize_rows, quantize_rows
 WINDOW, BATCH, TOKENS, COLUMNS, ENTRIES = 3, 2, 8, 5, 20
 FORMATS = [swa.V41, swa.V41_FP4, swa.BF16]
 YARN = swa.YarnScaling(factor=4.0, original_max_positions=64)
-by_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 
 
 def config_of(fmt: swa.KVCacheFormat, window_fmt=swa.F32, **fields: Any) -> swa.AttentionConfig:
@@ -110,7 +109,13 @@ def reference(config, x, rows, indices):
     )
 
 
-@by_format
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        pytest.param(fmt, id=fmt.name, marks=pytest.mark.slow if i else ())
+        for i, fmt in enumerate(FORMATS)
+    ],
+)
 def test_every_form_is_one_softmax_over_window_and_compressed_rows(fmt):
     config = config_of(fmt)
     x = activations(config, BATCH, TOKENS)
@@ -126,7 +131,11 @@ def test_every_form_is_one_softmax_over_window_and_compressed_rows(fmt):
     assert largest_error(whole(config, x, rows, indices), want) <= 2e-6
 
 
-@pytest.mark.parametrize("options", [{"query_norm": True}, {"hadamard": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"query_norm": True}, pytest.param({"hadamard": True}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_options_of_the_query_hold_for_compressed_rows_as_well(options):
     config = config_of(swa.BF16, **options)
     x = activations(config, BATCH, TOKENS)
@@ -181,7 +190,9 @@ def test_quantised_rows_give_the_same_answer_in_every_form():
         assert largest_error(feed(config, form, width, x, rows, indices), want) <= 3e-2
 
 
-@pytest.mark.parametrize(("form", "width"), [("decode", 4), ("prefill", 8)])
+@pytest.mark.parametrize(
+    ("form", "width"), [("decode", 4), pytest.param("prefill", 8, marks=pytest.mark.slow)]
+)
 def test_the_kernels_read_compressed_rows(form, width):
     config = config_of(swa.V41_FP4, window_fmt=swa.V41, dtype="bfloat16")
     x = activations(config, BATCH, TOKENS)

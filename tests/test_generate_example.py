@@ -104,6 +104,7 @@ def command(*arguments) -> subprocess.CompletedProcess:
 # --- text and report
 
 
+@pytest.mark.slow
 def test_a_file_longer_than_the_window_is_continued_and_the_seed_sets_the_text(run):
     arguments = ("--file", "long.bin", "--bytes", "20")
     status, out, _, first = run(*arguments, "--quiet")

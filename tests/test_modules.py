@@ -227,6 +227,7 @@ def decoder_calls(scan_layers: bool):
     return config, loss_and_gradient, decode
 
 
+@pytest.mark.slow
 def test_scanned_layers_are_the_unrolled_ones_and_so_are_their_gradients():
     tokens = np.random.default_rng(0).integers(0, 50, (2, TOKENS), dtype=np.int32)
     config, unrolled, _ = decoder_calls(False)
@@ -339,6 +340,7 @@ def test_without_the_round_trip_rows_are_as_computed():
     assert largest_error(apply_layer(params, x), exact) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_decoder_in_bfloat16_learns():
     attention = dataclasses.replace(CONFIG, dtype="bfloat16", param_dtype="bfloat16")
     model = swa.Decoder(decoder_config(attention, 1))
