@@ -22,10 +22,13 @@ UNCHECKED_MODULES = {
     "pallas_kernels.fused_store.triton": _SHAPES,
     "pallas_kernels.indexed_attention.triton": _SHAPES,
     "pallas_kernels.storage": _CHECKS_ITSELF,
+    "swa_jax.attention_module": _CHECKS_ITSELF,
     "swa_jax.beams": _PYTREE,
     "swa_jax.cache": _CHECKS_ITSELF,
+    "swa_jax.checkpoint": _CHECKS_ITSELF,
     "swa_jax.conversion": _CHECKS_ITSELF,
     "swa_jax.decoding": _CHECKS_ITSELF,
+    "swa_jax.drafting": _CHECKS_ITSELF,
     "swa_jax.exported": _CHECKS_ITSELF,
     "swa_jax.generation": _PROTOCOL,
     "swa_jax.layouts": _CHECKS_ITSELF,
@@ -37,7 +40,9 @@ UNCHECKED_MODULES = {
     "swa_jax.prefixes": _CHECKS_ITSELF,
     "swa_jax.prompts": _CHECKS_ITSELF,
     "swa_jax.ring": _CHECKS_ITSELF,
+    "swa_jax.rotary": _CHECKS_ITSELF,
     "swa_jax.sampling": _PYTREE,
+    "swa_jax.serving": _CHECKS_ITSELF,
     "swa_jax.speculation": _PROTOCOL,
 }
 

@@ -46,6 +46,7 @@ def layout():
 
 
 @pytest.mark.parametrize("lab", LABS)
+@pytest.mark.slow
 def test_json_holds_the_computed_figures_and_plot_writes_a_png(lab, tmp_path):
     image = tmp_path / "figure.png"
     result = _run(lab, "--json", "--plot", str(image))

@@ -541,9 +541,10 @@ def test_progress_counts_the_parameters_bytes(tmp_path, layer_file, capsys):
 @needs_smaps
 @pytest.mark.parametrize(
     "options",
-    [(), pytest.param(("--scan-layers",), marks=pytest.mark.slow)],
+    [(), ("--scan-layers",)],
     ids=["unrolled", "scanned"],
 )
+@pytest.mark.slow
 def test_loading_takes_little_memory_beside_the_parameters(tmp_path, options):
     command = [sys.executable, ROOT / "examples" / "measure_loading.py", "--bytes", "80e6"]
     done = subprocess.run(

@@ -298,6 +298,7 @@ def test_each_layer_gets_its_own_compressed_cache():
     assert largest_error(cached, hidden) <= 3e-5
 
 
+@pytest.mark.slow
 def test_scanned_layers_share_a_compressed_cache():
     config = decoder_config(config_of(swa.V41), LAYERS)
     params = decoder_params(config)

@@ -125,6 +125,7 @@ def test_a_file_longer_than_the_window_is_continued_and_the_seed_sets_the_text(r
     assert run(*arguments, "--top-p", "1e-9")[3]["text"] == greedy["text"]
 
 
+@pytest.mark.slow
 def test_a_short_prompt_fills_a_part_of_the_window(run):
     status, out, err, report = run("abc", "--bytes", "1")
     assert status == 0

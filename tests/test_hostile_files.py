@@ -88,7 +88,7 @@ READERS = {
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 def test_a_pipe_or_device_is_refused_and_not_waited_for(tmp_path, read, monkeypatch):
-    monkeypatch.setattr(train_bytes, "_leaves", lambda like: ({}, None))
+    monkeypatch.setattr(training_checkpoints, "_leaves", lambda like: ({}, None))
     pipe, device = tmp_path / "pipe", tmp_path / "device"
     os.mkfifo(pipe)
     device.symlink_to("/dev/zero")

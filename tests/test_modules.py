@@ -259,6 +259,7 @@ def test_scanned_layers_keep_the_same_cache():
 # --- packing, gradients, training
 
 
+@pytest.mark.slow
 def test_packed_sequences_are_the_separate_ones_and_so_are_their_gradients():
     x = activations(EXACT, 1, 13)
     weights = activations(EXACT, 1, 13, seed=1)

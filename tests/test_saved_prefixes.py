@@ -75,6 +75,7 @@ def with_prefixes(store: PrefixStore, prompt, save_at, slot: int = 0):
 # --- going on from a saved prefix
 
 
+@pytest.mark.slow
 def test_an_imported_prefix_goes_on_with_the_same_bytes_hidden_states_and_scores(store):
     # up to five windows; chunks that begin at multiples of CHUNK are prefill's own
     for length in (7, 8, 13, 24, 40):
