@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from small_models import attention_config, decoder_config, decoder_params
 
 import swa_jax as swa
@@ -23,6 +24,7 @@ from swa_jax.files import read_safetensors, write_safetensors
 GEOMETRY = swa.RingGeometry(window=3, capacity=5)
 FORMAT = swa.V41.with_width(32)  # 33 bytes a row, 165 a ring, 192 a region
 SLOTS, LAYERS, REGION = 4, 3, 192
+ONE_ROW = swa.RingGeometry(window=1, capacity=1)
 
 
 def empty(slots=SLOTS, layers=LAYERS, geometry=GEOMETRY, fmt=FORMAT) -> swa.RingCache:
@@ -142,6 +144,11 @@ def test_layers_of_several_blocks_never_mix(monkeypatch):
             lambda: jax.eval_shape(lambda: empty(slots=11_184_811)),
             "slots: expected at most 11184810, the limit of 2 GiB",
         ),
+        # one row of 32 bytes in each of 2**26 slots is 2**31 bytes
+        (
+            lambda: jax.eval_shape(lambda: empty(2**26, 1, ONE_ROW, swa.BF16.with_width(16))),
+            "slots: expected at most 67108863, the limit of 2 GiB",
+        ),
         (lambda: empty().layer(3), "layer: expected 0 to 2, got 3"),
         (lambda: empty().layer(-1), "layer: expected 0 to 2, got -1"),
         (lambda: empty().layer(True), "layer: expected an integer, got True"),
@@ -163,6 +170,19 @@ def test_layers_of_several_blocks_never_mix(monkeypatch):
 def test_what_does_not_fit_is_refused(create, message):
     with pytest.raises(ValueError, match=message):
         create()
+
+
+def test_the_limit_is_of_the_slots_on_one_device():
+    # A mesh that names the one device twice will do, as no array is made.
+    mesh = Mesh(np.array(jax.devices()[:1] * 2), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+
+    def create(slots):
+        return jax.eval_shape(lambda: swa.RingCache.create(slots, 3, GEOMETRY, FORMAT, sharding))
+
+    assert [block.shape for block in create(22_369_620).blocks] == [(22_369_620, 192)] * 3
+    with pytest.raises(ValueError, match="slots: expected at most 22369620, the limit of 2 GiB"):
+        create(22_369_622)
 
 
 # --- copies

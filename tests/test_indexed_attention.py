@@ -23,6 +23,7 @@ from pallas_kernels import (
     quantize_rows,
     transforms,
 )
+from pallas_kernels.softmax import merge
 
 pytestmark = pytest.mark.quick_compilation
 
@@ -338,6 +339,22 @@ def test_an_extra_cache_is_the_merge_of_two_calls_by_lse(implementation):
     lse = np.logaddexp(*lses)
     weights = np.exp(lses - np.logaddexp(lse, sink))
     check(got, (np.sum(weights[..., None] * outs, axis=0), lse))
+
+
+def test_parts_are_merged_by_their_lse_and_the_sink_counts_once():
+    # Values 1 and 4 with masses 1 and 2 give (1 + 8) / 3, and a sink of mass 3 halves that, however
+    # large all masses are. A part without rows has no say, and two of them give 0.
+    none, two, three = -math.inf, math.log(2), math.log(3)
+    first = [0.0, 0.0, 100.0, -100.0, none, none]
+    second = [two, two, 100 + two, two - 100, two, none]
+    sink = [none, three, 100 + three, three - 100, two, 0.0]
+    parts = [
+        (jnp.full((6, 2), 1.0), jnp.asarray(first)),
+        (jnp.full((6, 2), 4.0), jnp.asarray(second)),
+    ]
+    got = jax.jit(merge)(parts, jnp.asarray(sink))
+    expected = [3.0, 1.5, 1.5, 1.5, 2.0, 0.0]
+    np.testing.assert_allclose(got, np.transpose([expected] * 2), rtol=1e-5)
 
 
 @pytest.mark.parametrize("k", [9, 0])

@@ -134,6 +134,8 @@ def test_two_requests_with_tokens_never_share_a_state_slot():
         decode(SMALL, [1, 0, 1], [[0], [0], [3]])
     with pytest.raises(ValueError, match=message):
         prefill(SMALL, [1, 0, 1], [0, 0, 0], [1, 1, 1], max_tokens=1)
+    with pytest.raises(ValueError, match=r"state_ids: expected distinct .* got \[0, 0\]"):
+        decode(SMALL, [0, 0], [[0], [3]])
 
 
 def test_requests_without_tokens_or_without_a_slot_may_share_one():
@@ -159,6 +161,7 @@ def test_requests_without_tokens_or_without_a_slot_may_share_one():
         (lambda: prefill(SMALL, [0], [0], [-1], max_tokens=1), "lengths: expected 0 to 1"),
         (lambda: prefill(SMALL, [0], [-1], [1], max_tokens=1), "starts: expected positions within"),
         (lambda: prefill(SMALL, [0], [0, 1], [1], max_tokens=1), r"starts: expected shape \(1\)"),
+        (lambda: prefill(SMALL, [0], [0], [1, 1], max_tokens=1), r"lengths: expected shape \(1\)"),
         (lambda: prefill(SMALL, [0], [0], [1], max_tokens=0), "max_tokens: expected an integer"),
         (lambda: prefill(SMALL, [0], [0], [1], max_tokens=True), "max_tokens: expected an integer"),
         (lambda: prefill(SMALL, [0], [0], [1], max_tokens=2.0), "max_tokens: expected an integer"),
