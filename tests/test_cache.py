@@ -128,8 +128,9 @@ def test_layers_of_several_blocks_never_mix(monkeypatch):
         expected[block][:, start : start + 165] = new.reshape(SLOTS, 165)
         for got, want in zip(cache.blocks, expected, strict=True):
             np.testing.assert_array_equal(got, want)
-    with pytest.raises(ValueError, match="a traced index needs all layers in one block, got 3"):
-        jax.jit(lambda cache, i: cache.layer(i).start)(cache, 1)
+    for layers, blocks in [(5, 3), (3, 2)]:
+        with pytest.raises(ValueError, match=f"index needs all layers in one block, got {blocks}"):
+            jax.jit(lambda cache, i: cache.layer(i).start)(empty(layers=layers), 1)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +165,15 @@ def test_layers_of_several_blocks_never_mix(monkeypatch):
         (
             lambda: empty().with_layer(0, empty(geometry=swa.RingGeometry(3, 4)).layer(0)),
             r"rows: expected 5 rows of 33 bytes \(V41\) .* got 4 of 33 \(V41\)",
+        ),
+        # other rows in a block of the same shape
+        (
+            lambda: empty().with_layer(0, empty(fmt=swa.BF16.with_width(17)).layer(0)),
+            r"\(V41\) in \(4, 576\), got 5 of 34 \(BF16\) in \(4, 576\)",
+        ),
+        (
+            lambda: empty().with_layer(0, dataclasses.replace(empty().layer(0), rows_per_slot=4)),
+            r"\(V41\) in \(4, 576\), got 4 of 33 \(V41\) in \(4, 576\)",
         ),
     ],
 )
@@ -338,6 +348,11 @@ def test_what_is_not_an_exported_slot_is_refused():
         empty().export_slot(0.5, 3)
     with pytest.raises(ValueError, match=r"next_position: expected shape \(\), got \(1,\)"):
         empty().export_slot(0, [3])
+    for slot in (-1, 4):
+        with pytest.raises(ValueError, match=f"b: expected a state slot from 0 to 3, got {slot}"):
+            empty().export_slot(slot, 3)
+    with pytest.raises(ValueError, match="next_position: expected 0 or more, got -1"):
+        empty().export_slot(0, -1)
 
 
 @pytest.mark.parametrize("keep", [0, 8, 60, -1])
