@@ -192,6 +192,14 @@ def test_all_e2m1_codes_decode_exactly_under_every_scale():
 # --- rounding to codes
 
 
+def test_bfloat16_rounds_as_ml_dtypes_does_at_every_tie_and_its_neighbours():
+    upper = np.arange(0x7F7F)[:, None] << 16  # the next number is the largest
+    x = reference.float32_of_bits(upper + [0x7FFF, 0x8000, 0x8001])
+    x = np.stack([x, -x])
+    expected = x.astype(ml_dtypes.bfloat16).view(np.uint16)
+    np.testing.assert_array_equal(jax.jit(codec.bfloat16_bits)(x), expected)
+
+
 def test_e4m3_rounds_as_ml_dtypes_does_at_every_midpoint_and_its_neighbours():
     values = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     x = with_neighbours(np.concatenate([values, (values[1:] + values[:-1]) / 2]))
