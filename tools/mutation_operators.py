@@ -4,6 +4,9 @@ cosmic-ray replaces each binary operator by each of the eleven others. Of those 
 slip of the hand would make are kept; the rest add numbers of mutants and no kinds.
 """
 
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+# cosmic-ray comes with an extra of its own.
+
 import ast
 import functools
 
@@ -11,6 +14,7 @@ import cosmic_ray.plugins
 import parso
 from cosmic_ray.operators.operator import Example, Operator
 from cosmic_ray.work_item import MutationSpec
+from parso.python.tree import Name
 
 BINARY = {
     "Add": ("Sub",), "Sub": ("Add",), "Mul": ("Add", "FloorDiv"), "Div": ("Mul",),
@@ -51,9 +55,7 @@ class DeleteCall(Operator):
     def mutate(self, node, index):
         """The statement with `pass` for its call."""
         call = node.children[0]
-        node.children[0] = parso.python.tree.Name(
-            "pass", call.start_pos, call.get_first_leaf().prefix
-        )
+        node.children[0] = Name("pass", call.start_pos, call.get_first_leaf().prefix)
         return node
 
     @classmethod

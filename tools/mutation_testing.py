@@ -8,6 +8,9 @@ cosmic-ray makes the mutants and keeps the record of them. A run that was stoppe
 was: the records lie in the work directory, by the text of the module. Checkouts are only read.
 """
 
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+# cosmic-ray comes with an extra of its own.
+
 import argparse
 import compileall
 import difflib
@@ -23,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -50,7 +54,8 @@ MODULES = {
     "pallas_kernels/softmax.py": READ,
 }
 PYTEST = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--assert=plain"]
-TREE = ["swa_jax", "pallas_kernels", "tests", "examples", "pyproject.toml", "README.md"]
+DIRECTORIES = ["swa_jax", "pallas_kernels", "tests", "examples"]
+FILES = ["pyproject.toml", "README.md"]
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -66,15 +71,14 @@ class Runner:
     def __init__(self, directory: Path, compiled: Path):
         self.directory = directory
         self._output = directory / "output.txt"
-        for name in TREE:
-            source = ROOT / name
-            ignore = shutil.ignore_patterns("__pycache__", ".*")
-            (shutil.copytree if source.is_dir() else shutil.copy)(
-                source, directory / name, **({"ignore": ignore} if source.is_dir() else {})
-            )
+        for name in DIRECTORIES:
+            ignored = shutil.ignore_patterns("__pycache__", ".*")
+            shutil.copytree(ROOT / name, directory / name, ignore=ignored)
+        for name in FILES:
+            shutil.copy(ROOT / name, directory)
         # Bytecode that is checked against the text, so that no mutant runs as what it was.
         checked = py_compile.PycInvalidationMode.CHECKED_HASH
-        for package in ("swa_jax", "pallas_kernels"):
+        for package in DIRECTORIES[:2]:
             compileall.compile_dir(directory / package, quiet=1, invalidation_mode=checked)
         path = os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])
         environment = os.environ | ENVIRONMENT
@@ -186,15 +190,19 @@ def report(module: str, total: int, session, items, reasons: dict[str, str]) -> 
     done = [(item, results[item.job_id]) for item in items if item.job_id in results]
     survivors = [pair for pair in done if pair[1].test_outcome == TestOutcome.SURVIVED]
     timeouts = sum(result.output == "timeout" for _, result in done)
-    killed = len(done) - len(survivors)
-    share = f"{100 * killed / len(done):.1f} %" if done else "-"
-    counts = [total, len(done), killed, timeouts, len(survivors)]
-    line = f"| `{module}` | {' | '.join(map(str, counts))} | {share} |"
-    parts = []
+    parts, kinds = [], Counter()
     for item, result in sorted(survivors, key=lambda pair: pair[0].mutations[0].start_pos):
         place = item.mutations[0].definition_name or "the module itself"
         key = f"`{module}`, `{place}`:\n\n```diff\n{result.diff}\n```"
-        parts.append(f"{key}\n\n{reasons.get(key, 'Not looked at.')}\n")
+        reason = reasons.get(key, "Not looked at.")
+        parts.append(f"{key}\n\n{reason}\n")
+        kinds[reason.split()[0].strip(".:,")] += 1
+    killed = len(done) - len(survivors)
+    known = [kinds[kind] for kind in KINDS]
+    counts = [total, len(done), killed, timeouts, *known, len(survivors) - sum(known)]
+    unlike = len(done) - kinds["Equivalent"] - kinds["Speed"]
+    shares = (f"{100 * killed / size:.1f} %" if size else "-" for size in (len(done), unlike))
+    line = f"| `{module}` | {' | '.join(map(str, counts))} | {' | '.join(shares)} |"
     return line, "\n".join(parts)
 
 
@@ -208,20 +216,23 @@ def known_reasons(path: Path | None) -> dict[str, str]:
     return dict(pattern.findall(path.read_text()))
 
 
+KINDS = ("Equivalent", "Speed", "Text")
 HEADER = """# Mutation testing
 
 `python tools/mutation_testing.py --report tests/mutation.md` breaks the library in one place at a
-time and runs the tests that hold it; a mutant survives if they all pass. What is written below a
-survivor stays when the report is made again. Timeouts are among the killed.
+time and runs the tests that hold it; a mutant survives if they all pass. Timeouts are among the
+killed. What is written below a survivor stays when the report is made again, and its first word is
+counted: an *Equivalent* mutant does the same, one of *Speed* does it slower or faster, one of
+*Text* changes what an error says. The last column leaves out the first two.
 
-| module | mutants | tried | killed | of them timeouts | survived | killed |
-|---|---:|---:|---:|---:|---:|---:|
+| module | mutants | tried | killed | timeouts | equivalent | speed | text | other | killed | net |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|
 """
 
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Breaks copies of the library; runs the tests.")
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"of {', '.join(MODULES)}")
     parser.add_argument("--workers", type=int, default=2, help="mutants at once; 0 only reports")
     parser.add_argument("--sample", type=int, help="at most so many mutants of a module")
