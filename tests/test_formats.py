@@ -1,5 +1,6 @@
 """Row formats: sizes, every code of the number formats, scales, NaN rows, and recorded rows."""
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -115,6 +116,15 @@ def test_sizes(fmt, elements, data_bytes, scale_bytes, row_bytes):
 
 def test_every_format_has_its_sizes_here():
     assert {fmt for fmt, *_ in SIZES} >= set(FORMATS)
+
+
+def test_a_row_may_have_one_value_and_a_call_one_row():
+    assert KVCacheFormat("f", "e4m3", 1, 1, "ue8m0").row_bytes == 2
+    assert KVCacheFormat("f", "e2m1", 2, 1, "e4m3").row_bytes == 3
+    fmt = F32.with_width(1)
+    data = _quantize(jnp.asarray([-2.0]), fmt)
+    assert hex_bytes(data) == "00 00 00 C0"
+    assert np.asarray(_dequantize(data, fmt)).tolist() == [-2.0]
 
 
 def test_a_width_keeps_everything_else():
@@ -507,6 +517,7 @@ def test_page_planar_formats_are_refused():
             lambda: dequantize_eagerly(jnp.zeros((2, 512), jnp.uint8), V41),
             r"528 bytes, got shape \(2, 512\)",
         ),
+        (lambda: dequantize_eagerly(jnp.zeros((), jnp.uint8), V41), r"528 bytes, got shape \(\)"),
         (lambda: dequantize_eagerly(jnp.zeros(528, jnp.int8), V41), "uint8, got int8"),
         (lambda: dequantize_eagerly([0] * 528, V41), "uint8, got list"),
         (lambda: dequantize_eagerly(jnp.zeros(528, jnp.uint8), 528), "KVCacheFormat, got int"),
@@ -531,6 +542,7 @@ def test_bad_rows_are_refused(call, message):
         (lambda: KVCacheFormat("f", "e4m3", 64, 32), "scale_dtype: expected it exactly when"),
         (lambda: KVCacheFormat("f", None, 64, 32), "quantized_dtype: expected it exactly when"),
         (lambda: KVCacheFormat("f", "e4m3", 64, 0, "ue8m0"), "elements_per_scale 0, got 64"),
+        (lambda: KVCacheFormat("f", "e4m3", 64, scale_dtype="ue8m0"), "_per_scale 0, got 64"),
         (lambda: KVCacheFormat("f", "e4m3", 64, 48, "ue8m0"), "elements_per_scale 48, got 64"),
         (lambda: KVCacheFormat("f", "e2m1", 64, 32, "ue8m0"), "e4m3 scales for e2m1 .*'ue8m0'"),
         (
@@ -547,6 +559,12 @@ def test_bad_rows_are_refused(call, message):
             lambda: KVCacheFormat("f", raw_elements=True, raw_dtype="float32"),
             "integer .*, got True",
         ),
+        (lambda: KVCacheFormat(None, None), "name: expected a string, got None"),
+        (lambda: dataclasses.replace(F32, note=7), "note: expected a string, got 7"),
+        (lambda: dataclasses.replace(F32, scales_last=1), "scales_last: expected True .*, got 1"),
+        (lambda: dataclasses.replace(F32, token_interleaved=0), "expected True or False, got 0"),
+        (lambda: formats.check_cache_format("rows", "V41"), "expected a KVCacheFormat, got str"),
+        (lambda: formats.check_cache_format("rows", V32), "rows: format V32 is for conversion"),
     ],
 )
 def test_formats_that_mean_nothing_are_refused(call, message):
