@@ -540,6 +540,27 @@ def test_gradients_are_those_of_float64_differences(case, implementation):
         np.testing.assert_allclose(of_sink[head], slope / (2 * step), rtol=1e-4, atol=1e-5)
 
 
+def test_gradients_of_many_queries_are_not_those_of_rows_that_fill_the_last_chunk(implementation):
+    # 61 such queries fit a chunk; the first row, which nobody names, is NaN.
+    shape = dataclasses.replace(ODD, n=65, heads=2)
+    q, cache, _, _ = make_case(shape, case_all_there, 0xFF)
+    sink, step = np.asarray([0.3, -2.0]), np.diag([1e-5] * 2)
+
+    @jax.jit
+    @jax.grad
+    def of_sink(sink):
+        out, _ = pallas_kernels.indexed_attention(
+            q, cache.rows, cache.indices, sink=sink, implementation=implementation
+        )
+        return jnp.sum(out)
+
+    def exact(sink):
+        return np.sum(reference.attention(q, [cache.for_reference()], sink)[0])
+
+    slopes = [(exact(sink + change) - exact(sink - change)) / 2e-5 for change in step]
+    np.testing.assert_allclose(of_sink(jnp.asarray(sink, jnp.float32)), slopes, rtol=1e-4)
+
+
 def test_bfloat16_gradients_are_finite(implementation):
     q, cache, _, sink = make_case(ODD, case_some_queries_empty, 0xFF)
     rows, indices = cache.rows, jnp.asarray(cache.indices)
