@@ -25,7 +25,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -88,8 +87,8 @@ class Runner:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
 
-    def run(self, tests: list[str], seconds: int) -> tuple[str, str]:
-        """passed, failed or timeout, and what pytest said."""
+    def run(self, tests: list[str], seconds: int) -> tuple[str, float, str]:
+        """passed, failed or timeout, the seconds of CPU time, and what pytest said."""
         request = {
             "directory": str(self.directory), "arguments": [*PYTEST, *tests],
             "output": str(self._output), "seconds": seconds,
@@ -98,10 +97,10 @@ class Runner:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        answer = self._process.stdout.readline().strip()
+        answer = self._process.stdout.readline().split()
         if not answer:
             raise RuntimeError("the process that runs the tests has ended")
-        return answer, self._output.read_text(errors="replace")
+        return answer[0], float(answer[1]), self._output.read_text(errors="replace")
 
     def close(self) -> None:
         """Ends the process."""
@@ -118,7 +117,7 @@ def test_mutant(item: WorkItem, runners: queue.Queue, tests: list[str], seconds:
         with use_mutation(path, operator, mutation.occurrence) as (before, after):
             if after is None:
                 raise RuntimeError(f"no such mutant: {mutation}")
-            answer, output = runner.run(tests, seconds)
+            answer, _, output = runner.run(tests, seconds)
         return WorkResult(
             WorkerOutcome.NORMAL,
             answer if answer == "timeout" else output,
@@ -157,24 +156,33 @@ def open_session(module: str, work: Path, sample: int | None, seed: int) -> tupl
     return session, items[:sample]
 
 
+def has_survived(result: WorkResult) -> bool:
+    """Whether all tests passed."""
+    return result.test_outcome == TestOutcome.SURVIVED
+
+
+def is_timeout(result: WorkResult) -> bool:
+    """Whether the tests took too long."""
+    return result.output == "timeout"
+
+
 def test_module(module, session, items, runners, *, again: bool) -> None:
-    """Runs what has no result yet; with `again`, survivors once more."""
+    """Runs what has no result yet; with `again`, survivors and timeouts once more."""
     results = {item.job_id: result for item, result in session.completed_work_items}
     pending = [
         item
         for item in items
         if item.job_id not in results
-        or (again and results[item.job_id].test_outcome == TestOutcome.SURVIVED)
+        or (again and (has_survived(results[item.job_id]) or is_timeout(results[item.job_id])))
     ]
     if not pending or runners.empty():
         return
     tests, runner = MODULES[module], runners.get()
-    began = time.monotonic()
-    answer, output = runner.run(tests, 3600)
+    answer, usual, output = runner.run(tests, 3600)
     runners.put(runner)
     if answer != "passed":
         raise SystemExit(f"{module}: expected its tests to pass unchanged, got\n{output}")
-    seconds = 60 + 5 * round(time.monotonic() - began)
+    seconds = 60 + 5 * round(usual)
     with ThreadPoolExecutor(runners.qsize()) as pool:
         jobs = {pool.submit(test_mutant, i, runners, tests, seconds): i for i in pending}
         try:
@@ -188,8 +196,8 @@ def report(module: str, total: int, session, items, reasons: dict[str, str]) -> 
     """The table's line of a module, and its survivors with what is known about each."""
     results = {item.job_id: result for item, result in session.completed_work_items}
     done = [(item, results[item.job_id]) for item in items if item.job_id in results]
-    survivors = [pair for pair in done if pair[1].test_outcome == TestOutcome.SURVIVED]
-    timeouts = sum(result.output == "timeout" for _, result in done)
+    survivors = [pair for pair in done if has_survived(pair[1])]
+    timeouts = sum(is_timeout(result) for _, result in done)
     parts, kinds = [], Counter()
     for item, result in sorted(survivors, key=lambda pair: pair[0].mutations[0].start_pos):
         place = item.mutations[0].definition_name or "the module itself"
@@ -237,7 +245,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="mutants at once; 0 only reports")
     parser.add_argument("--sample", type=int, help="at most so many mutants of a module")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--again", action="store_true", help="try survivors again")
+    parser.add_argument("--again", action="store_true", help="try survivors and timeouts again")
     parser.add_argument("--report", type=Path, help="Markdown to write; keeps what it explains")
     parser.add_argument(
         "--work", type=Path, default=Path(tempfile.gettempdir()) / "swa_jax_mutation",
