@@ -231,7 +231,8 @@ HEADER = """# Mutation testing
 time and runs the tests that hold it; a mutant survives if they all pass. Timeouts are among the
 killed. What is written below a survivor stays when the report is made again, and its first word is
 counted: an *Equivalent* mutant does the same, one of *Speed* does it slower or faster, one of
-*Text* changes what an error says. The last column leaves out the first two.
+*Text* changes what an error says. The last column leaves out the first two. Where fewer are tried
+than there are, they are a random sample.
 
 | module | mutants | tried | killed | timeouts | equivalent | speed | text | other | killed | net |
 |---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|
