@@ -281,6 +281,7 @@ def test_a_bad_geometry_is_refused(window, capacity, message):
     [
         ({"draft_tokens": -1}, "draft_tokens: expected at least 0, got -1"),
         ({"draft_tokens": 5.0}, "draft_tokens: expected an int, got 5.0"),
+        ({"backtracking_override": -1}, "backtracking_override: expected at least 0, got -1"),
         ({"backtracking_override": True}, "backtracking_override: expected an int, got True"),
         ({"prefill_extra_size": -128}, "prefill_extra_size: expected at least 0, got -128"),
         ({"yoco_keep_tokens": -1}, "yoco_keep_tokens: expected at least 0, got -1"),
@@ -324,6 +325,12 @@ def test_a_bad_number_of_tokens_is_refused(tokens):
 
 
 # --- hazards
+
+
+@pytest.mark.parametrize("check", [store_hazards, overwritten_visible_rows])
+def test_a_first_position_below_0_is_refused(check):
+    with pytest.raises(ValueError, match="first_position: expected at least 0, got -1"):
+        check(DEFAULT, -1, 1)
 
 
 @pytest.mark.parametrize("first_position", [134, 500, 10**12])
