@@ -96,7 +96,7 @@ def window_attention(
     size = min(_block_size(window), tokens)
     front, back = _behind(window, size) - (window - 1), -tokens % size
 
-    rows, nan = without_nan(rows, q.dtype)
+    rows, nan = finite_rows(rows, q.dtype)
     query = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, back), (0, 0), (0, 0)))
     own = jnp.pad(segments[:, window - 1 :], ((0, 0), (0, back)), constant_values=-1)
     rows = jnp.pad(rows, ((0, 0), (front, back), (0, 0)))
@@ -167,7 +167,7 @@ def attend_visible(
     return out, lse.reshape(n, tokens, heads)
 
 
-def without_nan(
+def finite_rows(
     rows: Float32[Array, "n k d"], compute_dtype: jnp.dtype
 ) -> tuple[Float32[Array, "n k d"], Bool[Array, "n k"]]:
     """Rows in the compute dtype's numbers, zeros for those not finite, and which those are.

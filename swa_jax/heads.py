@@ -113,7 +113,17 @@ def attend_indexed(
 
 
 def indexed_refusal(q, rotation, rows, indices, sink, extra, config: AttentionConfig) -> str | None:
-    """Why a kernel cannot do `attend_indexed`, of arrays or of their shapes; None where it can."""
+    """Why a kernel cannot do `attend_indexed`; None where it can.
+
+    Args:
+      q: floating[B, T, H, D], as of `attend_indexed`, or its shape, and so are the others.
+      rotation: float32[B, T, R / 2] each.
+      rows: the cache.
+      indices: int32[B * T, K].
+      sink: floating[H].
+      extra: a compressed cache, or None.
+      config: the layer's configuration.
+    """
     queries, angle = jax.eval_shape(by_query, q, rotation[0])
     angle = None if config.hadamard else angle
     return OPERATION.refusal(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels import KVRows, dequantize_rows, load_rows
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.storage import gather_rows, is_valid_index
-from swa_jax.band import attend_visible, in_window, without_nan
+from swa_jax.band import attend_visible, finite_rows, in_window
 from swa_jax.config import AttentionConfig
 from swa_jax.heads import (
     Rotation,
@@ -98,7 +98,7 @@ def _attend_band(
     decoded = lax.optimization_barrier(
         dequantize_rows(gather_rows(rows, jnp.where(valid, slots, 0)), rows.fmt)
     )
-    decoded, nan = without_nan(decoded, q.dtype)
+    decoded, nan = finite_rows(decoded, q.dtype)
     behind = config.window - 1
     real = valid[:, None, behind:]  # padding has no row, and sees none
     visible = in_window(q.shape[1], behind, config.window) & valid[..., None] & real
