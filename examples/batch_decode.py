@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from batch_lines import MAX_STOP_TOKENS, encode_line, read_lines, result_line
-from command_line import Parser, output_file, print_error
+from command_line import INTERRUPTED, Parser, output_file, print_error
 from generate import WEIGHTS, load_model
 from tqdm import tqdm
 
@@ -28,7 +28,6 @@ from swa_jax.requests import Request, Result
 from swa_jax.serving import Server
 
 SAMPLE = Path(__file__).parent / "data" / "requests.jsonl"
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
 
 def run_requests(

@@ -1,6 +1,6 @@
 r"""Times the library beside what others would do, and checks what only a GPU can show.
 
-python examples/benchmark.py                              # every suite, some twenty minutes
+python examples/benchmark.py                              # every suite, 15 minutes
 python examples/benchmark.py --suite read,step --out new.jsonl --compare old.jsonl
 python examples/benchmark.py --device-check --out check.json
 python examples/benchmark.py --tiny                       # rehearses it: no figure means anything
@@ -19,7 +19,7 @@ import benchmark_plots
 import device_check
 from benchmark_clock import Case, Figure, machine_limits, measure
 from benchmark_settings import Settings, make_settings
-from command_line import Parser, output_file, print_error, whole_number
+from command_line import INTERRUPTED, Parser, output_file, print_error, whole_number
 from tqdm import tqdm
 
 SUITES = {
@@ -90,7 +90,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         type=float,
         default=10.0,
         metavar="MS",
-        help="shortest sample, milliseconds; 256 calls at most",
+        help="shortest sample, milliseconds, up to 60000; 256 calls at most",
     )
     add("--out", type=output_file, metavar="FILE", default=argparse.SUPPRESS,
         help="write every line as JSON as soon as it is measured")  # fmt: skip
@@ -103,7 +103,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="instead: the tests marked gpu, then bytes, attention, batch invariance and donation "
         "on an NVIDIA GPU, and times beside XLA and a plain copy")  # fmt: skip
     add("--budget", type=float, default=230.0, metavar="SECONDS",
-        help="of the device check: what does not fit is listed as skipped")  # fmt: skip
+        help="of the device check, up to 86400; what does not fit is skipped")  # fmt: skip
     add("--tiny", action="store_true", default=argparse.SUPPRESS,
         help="rehearse with tiny sizes, a device check on the CPU")  # fmt: skip
     add("--quiet", action="store_true", default=argparse.SUPPRESS, help="no progress bar")
@@ -111,28 +111,64 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         out=None, compare=None, plot=None, device_check=False, tiny=False, quiet=False
     )
     options = parser.parse_args(arguments, unset)
-    options.suite = list(dict.fromkeys(options.suite.split(",")))
+    _check_device_check(parser, options)
+    options.suite = list(dict.fromkeys(name.strip() for name in options.suite.split(",")))
     if unknown := [name for name in options.suite if name not in SUITES]:
         parser.error(f"argument --suite: expected some of {', '.join(SUITES)}, got {unknown[0]!r}")
-    for name in ("sample", "budget"):
+    for name, most in (("sample", 60_000), ("budget", 86_400)):
         value = getattr(options, name)
-        if not 0 < value < float("inf"):
-            parser.error(f"argument --{name}: expected a number above 0, got {value}")
+        if not 0 < value <= most:
+            parser.error(f"argument --{name}: expected a number above 0, up to {most}, got {value}")
     if options.plot is not None:
         if not options.plot.is_dir():
             parser.error(f"argument --plot: expected a folder, got {options.plot}")
         if importlib.util.find_spec("matplotlib") is None:
             parser.error("argument --plot: needs matplotlib: pip install -e '.[examples]'")
-    if options.device_check and options.compare is not None:
-        parser.error("argument --compare: a device check has nothing to compare")
+        drawn = benchmark_plots.DRAWN_SUITES
+        if not options.device_check and not set(drawn) & set(options.suite):
+            parser.error(f"argument --plot: expected one of {', '.join(drawn)} in --suite")
     return options
+
+
+def _check_device_check(parser: Parser, options: argparse.Namespace) -> None:
+    """Refuses options that what was asked for does not look at."""
+    if options.device_check:
+        if options.compare is not None:
+            parser.error("argument --compare: a device check has nothing to compare")
+        others, why = ("suite", "rounds", "sample"), "a device check has no"
+    else:
+        others, why = ("budget",), "only a device check has a"
+    for name in others:
+        if getattr(options, name) != parser.get_default(name):
+            parser.error(f"argument --{name}: {why} {name}")
+
+
+def load_older(options: argparse.Namespace) -> list[dict]:
+    """The lines of the run that --compare names.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it is not a benchmark's, or has no ratio that this run could be compared with.
+    """
+    path = options.compare
+    old = benchmark_lines.load(path)
+    if benchmark_lines.is_rehearsal(old) != options.tiny:
+        have, want = ("without", "with") if options.tiny else ("with", "without")
+        raise ValueError(f"{path}: expected a run {want} --tiny, got one {have}")
+    there = dict.fromkeys(line["suite"] for line in old if "ratio" in line)
+    if not set(there) & set(options.suite):
+        raise ValueError(
+            f"{path}: expected ratios of {', '.join(options.suite)}, "
+            f"got those of {', '.join(there) or 'none'}"
+        )
+    return old
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the suites; returns the exit status."""
-    old = None if options.compare is None else benchmark_lines.load(options.compare)
+    old = None if options.compare is None else load_older(options)
     settings = make_settings(options.tiny)
-    head, lines = benchmark_lines.header(), []
+    head, lines = benchmark_lines.header(options.suite, options.rounds, options.tiny), []
     with nullcontext() if options.out is None else options.out.open("w") as file:
         if file is not None:
             benchmark_lines.write(head, file)
@@ -143,11 +179,15 @@ def run(options: argparse.Namespace) -> int:
             if file is not None:
                 benchmark_lines.write(line, file)
     print(benchmark_lines.markdown(lines))
+    status = 0 if old is None else print_comparison(old, lines)
     if options.plot is not None:
         for path in benchmark_plots.plot_all([head, *lines], options.plot):
             print(f"drew {path}", file=sys.stderr)
-    if old is None:
-        return 0
+    return status
+
+
+def print_comparison(old: Sequence[dict], lines: Sequence[dict]) -> int:
+    """Says which ratios are worse than in an older run; returns the exit status."""
     worse, compared = benchmark_lines.compare(old, lines)
     where = old[0].get("machine", "a machine that it does not name")
     print(f"\n{compared} ratios compared with those of {where}, {len(worse)} worse")
@@ -164,6 +204,8 @@ def main(arguments: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         print_error("benchmark.py", error)
         return 2
+    except KeyboardInterrupt:  # --out has what was measured
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

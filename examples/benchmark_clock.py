@@ -34,6 +34,7 @@ class Program:
       runs: calls in a sample.
       items: equal parts that a call does one after the other, such as chunks of a prompt: its times
         are of one part.
+      parameters: sizes of its own, beside those of its case.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Program:
     temporary_bytes: int | None = None
     runs: int = 1
     items: int = 1
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def prepare(self, sample_us: float) -> None:
         """Runs it, and finds how many calls a sample of this length takes."""
@@ -103,7 +105,8 @@ class Case:
       work: what a call of the first program must do, by the name of the limit: operations for
         "product", bytes read and written for "copy".
       slower_is_better: whether a peer is wanted slow: a ratio is its time over the first one's.
-        False where the others are the first program again.
+        False where the others are the first program again; None where none of them is ours, so that
+        nobody wants anything of them.
     """
 
     suite: str
@@ -111,7 +114,7 @@ class Case:
     parameters: Mapping[str, Any]
     programs: Sequence[Program]
     work: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    slower_is_better: bool = True
+    slower_is_better: bool | None = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +226,7 @@ def measure(case: Case, limits: Mapping[str, Limit], rounds: int, sample_us: flo
         line: dict[str, Any] = {
             "suite": case.suite,
             "case": case.name,
-            "parameters": dict(case.parameters),
+            "parameters": {**case.parameters, **program.parameters},
             "program": program.name,
             "rounds": len(samples),
             "us": spread(samples) | {"best": min(samples)},

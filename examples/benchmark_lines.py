@@ -22,8 +22,14 @@ WORSE = 1.15
 """How much worse a ratio may be than in an older run: the machine is never the same."""
 
 
-def header() -> dict[str, Any]:
-    """The first line: what ran, where and when."""
+def header(suites: Sequence[str], rounds: int, tiny: bool) -> dict[str, Any]:
+    """The first line: what ran, where and when.
+
+    Args:
+      suites: that are timed.
+      rounds: samples of each program.
+      tiny: whether it is a rehearsal.
+    """
     device = jax.devices()[0]
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -33,6 +39,9 @@ def header() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "versions": {name: version for name in PACKAGES if (version := package_version(name))},
+        "suites": list(suites),
+        "rounds": rounds,
+        "tiny": tiny,
     }
 
 
@@ -77,17 +86,20 @@ def load(path: Path, where: Sequence[str] = ()) -> list[dict[str, Any]]:
       OSError: the file cannot be read.
       ValueError: it is not a benchmark's.
     """
-    data = read_regular(path)
-    try:
-        lines = [parse_json(line) for line in data.splitlines()]
-    except ValueError as error:
-        raise ValueError(f"{path}: expected lines of JSON: {error}") from None
+    lines = []
+    for number, line in enumerate(read_regular(path).splitlines(), 1):
+        try:
+            lines.append(parse_json(line))
+        except ValueError as error:
+            raise ValueError(f"{path}: line {number}: expected JSON: {error}") from None
     whole = lines and all(isinstance(line, dict) for line in lines)
-    if not whole or not isinstance(lines[0].get("versions"), dict):
+    versions = lines[0].get("versions") if whole else None
+    if not isinstance(versions, dict) or not all(isinstance(v, str) for v in versions.values()):
         raise ValueError(f"{path}: expected what benchmark.py --out wrote, a header line first")
     for name in where:
-        if not isinstance(lines[0].get(name), int if name == "cores" else str):
-            raise ValueError(f"{path}: expected {name} in the header, got {lines[0].get(name)!r}")
+        value = lines[0].get(name)
+        if not (_finite(value) if name == "cores" else isinstance(value, str)):
+            raise ValueError(f"{path}: expected {name} in the header, got {value!r}")
     for number, line in enumerate(lines[1:], 2):
         fault = _fault(line)
         if fault is not None:
@@ -126,6 +138,11 @@ def _finite(value: Any) -> TypeGuard[float]:
     )
 
 
+def is_rehearsal(lines: Sequence[dict[str, Any]]) -> bool:
+    """Whether lines are of a run with --tiny, whose figures mean nothing."""
+    return lines[0].get("tiny", False) is not False
+
+
 def compare(old: Iterable[dict], new: Iterable[dict]) -> tuple[list[str], int]:
     """Ratios that are worse than in an older run.
 
@@ -139,11 +156,12 @@ def compare(old: Iterable[dict], new: Iterable[dict]) -> tuple[list[str], int]:
     before = {_key(line): line["ratio"]["median"] for line in old if "ratio" in line}
     worse, compared = [], 0
     for line in new:
-        if "ratio" not in line or _key(line) not in before:
+        wanted = line.get("slower_is_better")
+        if wanted is None or _key(line) not in before:
             continue
         compared += 1
         then, now = before[_key(line)], line["ratio"]["median"]
-        loss = then / now if line["slower_is_better"] else now / then
+        loss = then / now if wanted else now / then
         if loss > WORSE:
             worse.append(f"{', '.join(_key(line))}: ratio {now:.2f}, was {then:.2f}")
     return worse, compared

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import benchmark_peers as peers
 import jax
@@ -177,8 +178,8 @@ def _ring_read(settings: Settings):
 def step(settings: Settings) -> Iterator[Case]:
     """A decode step's part of one layer: indices, store and read.
 
-    First for each number of requests; then beside full attention over the whole context, and for
-    more state slots; last the step itself under conditions that should not change it.
+    First for each number of requests, then beside full attention over the whole context; last the
+    step itself under conditions that should not change it: more state slots, a later position.
     """
     for n in settings.requests:
         yield Case("step", f"N={n}", {"requests": n}, _steps(settings, n), _read_work(settings, n))
@@ -189,26 +190,34 @@ def step(settings: Settings) -> Iterator[Case]:
     for other in settings.requests:
         if other != n:
             yield _context_case(settings, other, settings.context)
-    token, rows = _token(settings, n), filled_rows(settings, n)
-    for slots in settings.slots:
-        many = filled_rows(settings, slots)
-        ring = jnp.zeros((slots, settings.geometry.capacity, 1, settings.width))
-        programs = [
-            compiled("swa_jax", own, many, token, carry=True),
-            compiled("jax.nn, float32 ring", _plain_step(settings), ring, token, carry=True),
-            _bfloat16_step(settings, ring, token),
-        ]
-        yield Case("step", f"N={n}, {slots:,} slots", {"requests": n, "slots": slots}, programs)
-    programs = [
-        compiled(f"{slots:,} slots", own, filled_rows(settings, slots), token, carry=True)
-        for slots in (settings.slots[0], settings.slots[-1])
-    ]
-    yield Case("step", f"N={n}, state slots", {}, programs, slower_is_better=False)
+    yield from _slots_cases(settings, n)
+    rows = filled_rows(settings, n)
     programs = [
         compiled(f"position {place:,}", own, rows, _token(settings, n, place), carry=True)
         for place in (POSITION, 1_000_000)
     ]
     yield Case("step", f"N={n}, position", {}, programs, slower_is_better=False)
+
+
+def _slots_cases(settings: Settings, n: int) -> Iterator[Case]:
+    """Of ours and of each plain ring: the same step where most of the slots are idle."""
+    token = _token(settings, n)
+    own, plain = _own_step(settings), _plain_step(settings)
+    shape = settings.geometry.capacity, 1, settings.width
+    rings: dict[str, tuple[Callable, Callable[[int], Any]]] = {
+        "swa_jax": (own, lambda slots: filled_rows(settings, slots)),
+        "jax.nn, float32 ring": (plain, lambda slots: jnp.zeros((slots, *shape))),
+        "jax.nn, bfloat16 ring": (plain, lambda slots: jnp.zeros((slots, *shape), jnp.bfloat16)),
+    }
+    for name, (run, make) in rings.items():
+        programs = []
+        for slots in settings.slots:
+            program = compiled(f"{slots:,} slots", run, make(slots), token, carry=True)
+            programs.append(dataclasses.replace(program, parameters={"slots": slots}))
+        case = f"N={n}, state slots, {name}"
+        parameters = {"requests": n, "ring": name}
+        better = False if name == "swa_jax" else None
+        yield Case("step", case, parameters, programs, slower_is_better=better)
 
 
 def _own_step(settings: Settings):

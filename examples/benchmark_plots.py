@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 OURS = "swa_jax"
+DRAWN_SUITES = ("read", "step", "layer", "memory")
+"""Suites that have something to draw."""
 FORMAT_BYTES = "a token in a layer"
 """How figures of the memory suite begin that are drawn."""
 
@@ -33,7 +35,7 @@ def plot_all(lines: Sequence[dict], folder: Path) -> list[Path]:
             "A ring's step does not know how long the context is"),
         "time_by_slots.png": _times(
             lines, "slots", ("step",), "state slots, eight of them in use",
-            "A donated ring's step does not know how many slots are idle"),
+            "A donated ring's step does not know how many slots are idle", series="ring"),
         "share_of_limit.png": _shares(lines),
         "bytes_by_format.png": _bytes(lines),
     }  # fmt: skip
@@ -44,7 +46,7 @@ def plot_all(lines: Sequence[dict], folder: Path) -> list[Path]:
             figure.savefig(folder / name, dpi=120)
             drawn.append(folder / name)
     if not drawn:
-        raise ValueError("plot: expected lines of the suites read, step or memory, found none")
+        raise ValueError(f"plot: expected lines of {', '.join(DRAWN_SUITES)}, found none")
     return drawn
 
 
@@ -57,8 +59,16 @@ def _figure(columns: int = 1) -> tuple[Any, Any]:
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 
-def _times(lines: Sequence[dict], parameter: str, suites: Sequence[str], label: str, title: str):
-    names = {"requests", parameter}
+def _times(
+    lines: Sequence[dict],
+    parameter: str,
+    suites: Sequence[str],
+    label: str,
+    title: str,
+    series: str | None = None,
+):
+    """Times by a parameter: a curve for each program, or for each value of `series`."""
+    names = {"requests", parameter} | ({series} if series else set())
     timed = [
         line for line in lines
         if "us" in line and line["suite"] in suites and set(line["parameters"]) == names
@@ -69,7 +79,8 @@ def _times(lines: Sequence[dict], parameter: str, suites: Sequence[str], label: 
     panels = {}
     for line in timed:
         panel = panels.setdefault(line["suite"], {})
-        panel.setdefault(line["program"], []).append((line["parameters"][parameter], line))
+        name = line["parameters"][series] if series else line["program"]
+        panel.setdefault(name, []).append((line["parameters"][parameter], line))
     if not panels:
         return None
     figure, axes = _figure(len(panels))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import benchmark_lines
 from command_line import Parser, print_error
-from marked_text import replace_between_marks
+from marked_text import MarkedDocument
 
 WHERE = ("machine", "cores", "device", "python", "started")
 """What a header says of where it was measured, beside the versions."""
@@ -85,6 +85,10 @@ BY_REQUESTS: dict[str, tuple[tuple[float | None, ...], str, str, str, str]] = {
         NO_BOUNDS, "read", "N={}", "torch, float32 ring", "ratio"),
     "read, beside PyTorch's SDPA, the same bytes": (
         NO_BOUNDS, "read", "N={}", "torch, same bytes", "ratio"),
+    "store, beside casts to the same bytes": (
+        NO_BOUNDS, "store", "N={}", "casts, same bytes", "ratio"),
+    "store, beside that of a float32 ring": (
+        NO_BOUNDS, "store", "N={}", "float32 ring", "ratio"),
     "step, beside `jax.nn` over a float32 ring": (
         (1.4, 2.2, 2.5, 3.0), "step", "N={}", "jax.nn, float32 ring", "ratio"),
     "step, beside `jax.nn` over a bfloat16 ring": (
@@ -114,15 +118,23 @@ def by_requests(lines: Sequence[dict]) -> str:
 
 OTHERS: dict[str, Wanted] = {
     "step: 4,096 state slots / 16": Wanted(
-        1.10, "step", "N=8, state slots", "4,096 slots", at_least=False),
+        1.10, "step", "N=8, state slots, swa_jax", "4,096 slots", at_least=False),
     "step: position 1,000,000 / 1,000": Wanted(
         1.05, "step", "N=8, position", "position 1,000,000", at_least=False),
     "read of 256 requests: temporary memory, MB": Wanted(
         8, "read", "N=256", "swa_jax", "temporary", at_least=False),
+    "decoding 1,024 rows: casts / ours": Wanted(
+        None, "codec", "decode 1024 rows", "casts"),
+    "encoding 1,024 rows: casts / ours": Wanted(
+        None, "codec", "encode 1024 rows", "casts"),
+    "layer of V4-Flash's widths, 1 request: Hugging Face, eager / ours": Wanted(
+        None, "layer", "N=1", "Hugging Face, eager"),
     "layer of V4-Flash's widths, 8 requests: Hugging Face, eager / ours": Wanted(
         2.5, "layer", "N=8", "Hugging Face, eager"),
     "layer of V4-Flash's widths, 32 requests: Hugging Face, eager / ours": Wanted(
         6, "layer", "N=32", "Hugging Face, eager"),
+    "prefill of 256 tokens, 8 heads: `jax.nn` with a window / ours": Wanted(
+        None, "prefill", "T=256", "jax.nn"),
     "prefill of 2,048 tokens, 8 heads: `jax.nn` with a window / ours": Wanted(
         4, "prefill", "T=2,048", "jax.nn"),
     "prefill of 8,192 tokens: temporary memory, ours / `jax.nn`'s": Wanted(
@@ -132,12 +144,16 @@ OTHERS: dict[str, Wanted] = {
         1.1, "prefill", "each 1,024 tokens of a prompt", "prompt of 65,536", at_least=False),
     "byte model: a Python loop, synchronised each token / one program": Wanted(
         2.5, "loop", "N=1, 128 steps", "Python loop"),
+    "byte model, 8 requests: a Python loop, synchronised each token / one program": Wanted(
+        None, "loop", "N=8, 128 steps", "Python loop"),
     "byte model: `generate` / the bare loop": Wanted(
         1.15, "loop", "N=1, 256 tokens", "generate", at_least=False),
     "drafts by n-grams, repetitive text: plain decoding / drafts": Wanted(
         1.5, "loop", "repetitive text: speed beside plain decoding", what="value"),
     "drafts by n-grams, repetitive text: accepted a step": Wanted(
         None, "loop", "repetitive text: drafts accepted a step", what="value"),
+    "drafts by n-grams, repetitive text: accepted a step to break even": Wanted(
+        None, "loop", "repetitive text: drafts accepted a step to break even", what="value"),
     "drafts by n-grams, ordinary text: plain decoding / drafts": Wanted(
         None, "loop", "ordinary text: speed beside plain decoding", what="value"),
     "drafts by n-grams, ordinary text: accepted a step": Wanted(
@@ -195,11 +211,14 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     options: argparse.Namespace = parser.parse_args(arguments)
     try:
-        text = tables(benchmark_lines.load(options.lines, WHERE))
+        lines = benchmark_lines.load(options.lines, WHERE)
+        if benchmark_lines.is_rehearsal(lines):
+            raise ValueError(f"{options.lines}: expected a benchmark, got a rehearsal with --tiny")
+        document = options.update and MarkedDocument(options.update, [MARKS])
+        text = tables(lines)
         print(text)
-        if options.update is not None:
-            document = options.update.read_text()
-            options.update.write_text(replace_between_marks(document, MARKS, text))
+        if document is not None:
+            document.write([text])
     except (OSError, ValueError) as error:
         print_error("benchmark_table.py", error)
         return 2

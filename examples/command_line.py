@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage."""

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import kernel_model
-from marked_text import replace_between_marks
 
 # Each table stands between two marks of a document, in this order.
 MARKS = (
@@ -91,21 +90,3 @@ def _microseconds(time: float) -> str:
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     rule = ["---", "---", *["---:"] * (len(columns) - 2)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (columns, rule, *rows))
-
-
-def replace(text: str, tables: Sequence[str]) -> str:
-    """Replaces what stands between each pair of marks by a table.
-
-    Args:
-      text: the document.
-      tables: one for each of `MARKS`.
-
-    Returns:
-      The document with the tables.
-
-    Raises:
-      ValueError: marks are not there, or not in this order.
-    """
-    for marks, table in zip(MARKS, tables, strict=True):
-        text = replace_between_marks(text, marks, table)
-    return text

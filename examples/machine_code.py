@@ -30,6 +30,7 @@ from command_line import Parser
 from gpu_compiler import CARDS, CompilationError
 from jax._src.interpreters import mlir
 from jax.extend.mlir import ir
+from marked_text import MarkedDocument
 from tqdm import tqdm
 from triton_ir import Kernel, kernels_of
 
@@ -248,14 +249,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason:
         parser.error(reason)
     try:
-        document = arguments.update and arguments.update.read_text()
-        if document is not None:
-            kernel_tables.replace(document, ["", ""])  # refused before anything is compiled
+        document = arguments.update and MarkedDocument(arguments.update, kernel_tables.MARKS)
         compiled = list(compile_shipped(arguments.card, arguments.ptxas))
         tables = [kernel_tables.code_table(compiled), kernel_tables.time_table(compiled)]
         print("\n\n".join(tables))
         if document is not None:
-            arguments.update.write_text(kernel_tables.replace(document, tables))
+            document.write(tables)
     except (CompilationError, ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     return 0

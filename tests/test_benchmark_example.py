@@ -17,6 +17,7 @@ import benchmark_lines
 import benchmark_plots
 import benchmark_table
 from benchmark_settings import make_settings
+from marked_text import MarkedDocument
 
 pytestmark = pytest.mark.quick_compilation
 
@@ -60,6 +61,16 @@ def test_ratios_and_shares_are_taken_within_a_round():
     assert "ratio" not in first
     assert "share" not in second
     assert (first["temporary_bytes"], first["rounds"]) == (1_000_000, 3)
+
+
+def test_a_program_has_sizes_beside_those_of_its_case():
+    programs = [Counted("4 slots", [1.0]), Counted("8 slots", [2.0])]
+    programs[1].parameters = {"slots": 8}
+    case = clock.Case("step", "slots", {"requests": 1}, programs)
+    lines = clock.measure(case, {}, rounds=1, sample_us=1)
+    assert [found["parameters"] for found in lines] == [
+        {"requests": 1}, {"requests": 1, "slots": 8},
+    ]  # fmt: skip
 
 
 def test_a_carried_argument_is_donated_and_handed_on():
@@ -109,9 +120,10 @@ def test_a_ratio_that_is_15_per_cent_worse_is_named(then, now, slower_is_better,
     assert found == ([f"read, N=1, peer: ratio {now:.2f}, was {then:.2f}"] if worse else [])
 
 
-def test_only_what_both_runs_have_is_compared():
-    old = [line("read", "N=1", "peer", 9.0), line("read", "N=1", "swa_jax")]
-    new = [line("read", "N=2", "peer", 1.0), line("read", "N=1", "swa_jax")]
+def test_only_what_both_runs_have_is_compared_and_nothing_of_peers_alone():
+    alone = [line("step", "a peer's slots", "4,096 slots", ratio, None) for ratio in (9.0, 1.0)]
+    old = [line("read", "N=1", "peer", 9.0), line("read", "N=1", "swa_jax"), alone[0]]
+    new = [line("read", "N=2", "peer", 1.0), line("read", "N=1", "swa_jax"), alone[1]]
     assert benchmark_lines.compare(old, new) == ([], 0)
 
 
@@ -180,21 +192,54 @@ def test_a_run_that_is_worse_than_an_older_one_fails(run, tmp_path):
     assert (status, out.splitlines()[-1]) == (1, "- read, N=1, peer: ratio 1.50, was 2.00")
 
 
-def test_a_comparison_of_nothing_fails(run, tmp_path):
+def test_a_run_that_shares_no_case_with_an_older_one_fails(run, tmp_path):
     old = tmp_path / "old.jsonl"
-    old.write_text(json.dumps({"versions": {}}))
+    lines = {"versions": {}, "tiny": True}, line("read", "N=2", "peer", 2.0)
+    old.write_text("\n".join(map(json.dumps, lines)))
     status, out, _, _ = run("--compare", str(old))
     assert status == 1
     assert "0 ratios compared with those of a machine that it does not name, 0 worse" in out
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"suite": "read"}'])
+@pytest.mark.parametrize(
+    ("tiny", "found", "message"),
+    [
+        (False, [line("read", "N=1", "peer", 2.0)], "a run with --tiny, got one without"),
+        (True, [], "ratios of read, got those of none"),
+        (True, [line("step", "N=1", "peer", 2.0)], "ratios of read, got those of step"),
+    ],
+)
+def test_an_older_run_with_nothing_to_compare_is_refused_before_anything_is_timed(
+    run, tmp_path, tiny, found, message
+):
+    old = tmp_path / "old.jsonl"
+    old.write_text("\n".join(map(json.dumps, [{"versions": {}, "tiny": tiny}, *found])))
+    status, out, err, lines = run("--compare", str(old))
+    assert (status, out, lines) == (2, "", [])
+    assert err == f"benchmark.py: error: {old}: expected {message}\n"
+
+
+def test_an_interrupted_run_keeps_what_it_measured(run, monkeypatch):
+    measure = benchmark.measure
+
+    def measure_once(*arguments):
+        yield from measure(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchmark, "measure", measure_once)
+    status, out, err, lines = run()
+    assert (status, out, err) == (130, "", "")
+    assert [found.get("program") for found in lines] == [None, "swa_jax", "peer"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"suite": "read"}', '{"versions": {"a": 1}}'])
 def test_a_file_that_is_no_older_run_is_one_line_and_nothing_is_timed(run, tmp_path, text):
     old = tmp_path / "old.jsonl"
     old.write_text(text)
     status, out, err, lines = run("--compare", str(old))
     assert (status, out, lines) == (2, "", [])
-    assert err.startswith(f"benchmark.py: error: {old}: expected ")
+    assert err.startswith(f"benchmark.py: error: {old}: ")
+    assert "expected " in err
     assert err.count("\n") == 1
 
 
@@ -211,8 +256,12 @@ def test_figures_are_drawn_into_the_folder(run, tmp_path):
     [
         (["--suite", "writing"], "argument --suite: expected some of read, got 'writing'"),
         (["--rounds", "0"], "argument --rounds: expected 1 or more, got 0"),
-        (["--sample", "nan"], "argument --sample: expected a number above 0, got nan"),
-        (["--budget", "0"], "argument --budget: expected a number above 0, got 0.0"),
+        (["--sample", "nan"], "--sample: expected a number above 0, up to 60000, got nan"),
+        (["--sample", "1e308"], "--sample: expected a number above 0, up to 60000, got 1e+308"),
+        (["--device-check", "--budget", "0"], "--budget: expected a number above 0, up to 864"),
+        (["--device-check", "--suite", "x"], "--suite: a device check has no suite"),
+        (["--device-check", "--rounds", "4"], "--rounds: a device check has no rounds"),
+        (["--budget", "4"], "argument --budget: only a device check has a budget"),
         (["--budget", "soon"], "argument --budget: invalid float value: 'soon'"),
         (["--out", "missing/r.json"], "argument --out: expected a file in a folder, got missing"),
         (["--out", "."], "argument --out: expected a file in a folder, got ."),
@@ -229,6 +278,17 @@ def test_bad_arguments_are_one_line_and_exit_status_two(run, arguments, message)
     assert err.startswith("benchmark.py: error: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_suites_are_named_with_or_without_spaces():
+    assert benchmark.parse_arguments(["--suite", " loop, read,loop"]).suite == ["loop", "read"]
+
+
+def test_suites_that_have_no_picture_are_refused_a_folder_for_them(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        benchmark.parse_arguments(["--suite", "loop,codec", "--plot", str(tmp_path)])
+    message = "argument --plot: expected one of read, step, layer, memory in --suite"
+    assert capsys.readouterr().err == f"benchmark.py: error: {message}\n"
 
 
 @pytest.mark.slow
@@ -283,11 +343,12 @@ def test_shares_memory_and_figures_are_found():
 
 def test_the_tables_replace_what_stands_between_their_marks(tmp_path, capsys):
     lines, document = tmp_path / "lines.jsonl", tmp_path / "page.md"
-    head = benchmark_lines.header()
+    head = benchmark_lines.header(["step"], 15, tiny=False)
     peer = line("step", "N=1", "jax.nn, float32 ring", 1.63)
     lines.write_text("\n".join(map(json.dumps, (head, peer))))
     marks = benchmark_table.MARKS
-    document.write_text(f"before\n{marks[0]}\nold\n{marks[1]}\nafter\n")
+    old = f"before\n{marks[0]}\nold\n{marks[1]}\nafter\n"
+    document.write_text(old)
     assert benchmark_table.main([str(lines), "--update", str(document)]) == 0
     text = document.read_text()
     assert text.startswith(f"before\n{marks[0]}\n|  | N=1 |")
@@ -295,6 +356,34 @@ def test_the_tables_replace_what_stands_between_their_marks(tmp_path, capsys):
     assert "| step, beside `jax.nn` over a float32 ring | 1.63 ≥ 1.4 | not measured" in text
     assert "old" not in text
     assert capsys.readouterr().out.strip() in text
+    document.write_bytes(old.replace("\n", "\r\n").encode())
+    assert benchmark_table.main([str(lines), "--update", str(document)]) == 0
+    assert document.read_bytes() == text.replace("\n", "\r\n").encode()
+    capsys.readouterr()
+    lines.write_text("\n".join(map(json.dumps, (head | {"tiny": True}, peer))))
+    assert benchmark_table.main([str(lines), "--update", str(document)]) == 2
+    message = f"{lines}: expected a benchmark, got a rehearsal with --tiny"
+    assert capsys.readouterr() == ("", f"benchmark_table.py: error: {message}\n")
+
+
+START, END = benchmark_table.MARKS
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (f"{START}\n", "expected '<!-- perf"),
+        (f"{END}\n{START}\n", "expected '<!-- perf"),
+        (f"{START}\n{END}\n{START}\n{END}\n", "expected '<!-- perf"),
+        (f"{START}\n\udcff\n{END}\n", "expected text: "),
+    ],
+)
+def test_a_document_without_one_place_for_the_tables_is_refused(tmp_path, text, fault):
+    path = tmp_path / "page.md"
+    path.write_text(text, errors="surrogateescape")
+    with pytest.raises(ValueError, match="page.md: ") as caught:
+        MarkedDocument(path, [benchmark_table.MARKS])
+    assert str(caught.value).startswith(f"{path}: {fault}")
 
 
 def test_every_target_is_measured_under_its_name():
@@ -311,5 +400,5 @@ def test_the_readme_has_the_tables_of_the_lines_that_are_committed():
 
 def test_lines_without_anything_to_draw_are_refused(tmp_path):
     with pytest.raises(ValueError, match="found none"):
-        benchmark_plots.plot_all([benchmark_lines.header()], tmp_path)
+        benchmark_plots.plot_all([benchmark_lines.header(["loop"], 1, tiny=False)], tmp_path)
     assert not list(tmp_path.iterdir())
