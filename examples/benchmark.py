@@ -111,14 +111,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         out=None, compare=None, plot=None, device_check=False, tiny=False, quiet=False
     )
     options = parser.parse_args(arguments, unset)
-    _check_device_check(parser, options)
-    options.suite = list(dict.fromkeys(name.strip() for name in options.suite.split(",")))
-    if unknown := [name for name in options.suite if name not in SUITES]:
-        parser.error(f"argument --suite: expected some of {', '.join(SUITES)}, got {unknown[0]!r}")
     for name, most in (("sample", 60_000), ("budget", 86_400)):
         value = getattr(options, name)
         if not 0 < value <= most:
             parser.error(f"argument --{name}: expected a number above 0, up to {most}, got {value}")
+    _check_device_check(parser, options)
+    options.suite = list(dict.fromkeys(name.strip() for name in options.suite.split(",")))
+    if unknown := [name for name in options.suite if name not in SUITES]:
+        parser.error(f"argument --suite: expected some of {', '.join(SUITES)}, got {unknown[0]!r}")
     if options.plot is not None:
         if not options.plot.is_dir():
             parser.error(f"argument --plot: expected a folder, got {options.plot}")

@@ -33,7 +33,7 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*b hidden"]) -> Float[Array, "*b hidden"]:
-        weight = self.param("weight", nn.initializers.ones, x.shape[-1:])
+        weight = self.param("weight", nn.initializers.ones, x.shape[-1:], jnp.float32)
         return normalise(x, weight, self.eps)
 
 
@@ -43,9 +43,9 @@ class FeedForward(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*b hidden"]) -> Float[Array, "*b hidden"]:
         hidden = x.shape[-1]
-        gate = self.param("gate", kernel_init, (self.size, hidden))
-        up = self.param("up", kernel_init, (self.size, hidden))
-        down = self.param("down", kernel_init, (hidden, self.size))
+        gate = self.param("gate", kernel_init, (self.size, hidden), jnp.float32)
+        up = self.param("up", kernel_init, (self.size, hidden), jnp.float32)
+        down = self.param("down", kernel_init, (hidden, self.size), jnp.float32)
         return feed_forward(x, gate, up, down)
 
 
@@ -76,10 +76,10 @@ class LanguageModel(nn.Module):
 
     def setup(self):
         table = (self.vocab_size, self.attention.hidden_size)
-        self.embedding = self.param("embedding", nn.initializers.normal(1.0), table)
+        self.embedding = self.param("embedding", nn.initializers.normal(1.0), table, jnp.float32)
         self.layers = [Block(self.attention, self.mlp_size) for _ in range(self.num_layers)]
         self.norm = Norm(self.attention.norm_eps)
-        self.head = self.param("head", kernel_init, table)
+        self.head = self.param("head", kernel_init, table, jnp.float32)
 
     def __call__(
         self,

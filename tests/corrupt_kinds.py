@@ -6,21 +6,18 @@ What a corrupted file says is found out by readers of the tests' own.
 import dataclasses
 import hashlib
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import batch_lines
 import benchmark_lines
 import benchmark_table
 import generate
+import jax
+import jax.numpy as jnp
+import numpy as np
 import training_checkpoints
 from checkpoint_cases import (
     ATTENTION,

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import batch_decode
+import batch_lines
+import byte_text
+import generate
 import jax
 import numpy as np
 import pytest
@@ -16,12 +20,6 @@ from small_models import attention_config, decoder_params
 import swa_jax as swa
 from swa_jax.requests import Request, Result
 from swa_jax.serving import Server, serve
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import batch_decode
-import batch_lines
-import byte_text
-import generate
 
 pytestmark = pytest.mark.quick_compilation
 

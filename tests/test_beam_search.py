@@ -4,9 +4,10 @@ import functools
 import itertools
 import json
 import re
-import sys
 from pathlib import Path
 
+import beam_search as example
+import byte_text
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,10 +22,6 @@ from swa_jax.best_of_n import best_of
 from swa_jax.continuations import Continuation
 from swa_jax.recompute import whole_sequence_logits
 from swa_jax.sampling import request_keys, sample
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import beam_search as example
-import byte_text
 
 pytestmark = pytest.mark.quick_compilation
 

@@ -1,20 +1,15 @@
 """The benchmark's suites loop, startup, memory and compile: same tokens, figures by hand."""
 
-import sys
-from pathlib import Path
-
-import numpy as np
-import pytest
-
-import swa_jax as swa
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import benchmark_loops
 import benchmark_memory
 import benchmark_startup
+import numpy as np
+import pytest
 import speculative_decode
 from benchmark_settings import Settings, make_settings
 from generate import PROMPT
+
+import swa_jax as swa
 
 pytestmark = pytest.mark.quick_compilation
 

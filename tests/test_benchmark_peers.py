@@ -1,13 +1,15 @@
 """The benchmark's peers compute what the library computes, and its clock counts parts of a call."""
 
 import functools
-import sys
-from pathlib import Path
 
+import benchmark_clock
+import benchmark_layers
+import benchmark_peers as peers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from benchmark_settings import EPS, angles, filled_rows, make_settings, random_values
 from small_models import largest_error
 from test_layer_oracle import TOKENS, recorded
 
@@ -15,12 +17,6 @@ import swa_jax as swa
 from pallas_kernels import dequantize_rows, fused_store, indexed_attention, quantize_rows
 from pallas_kernels.transforms import rope_cos_sin
 from swa_jax.heads import finish, prepare_queries
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import benchmark_clock
-import benchmark_layers
-import benchmark_peers as peers
-from benchmark_settings import EPS, angles, filled_rows, make_settings, random_values
 
 pytestmark = pytest.mark.quick_compilation
 

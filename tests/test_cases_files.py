@@ -1,10 +1,12 @@
 """Cases of tests/cases.md: bytes of a cache, weights in files, and the benchmark's clock."""
 
 import dataclasses
-import sys
 import time
-from pathlib import Path
 
+import benchmark_clock as clock
+import device_cases
+import device_shapes
+import gpu_compiler
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -25,12 +27,6 @@ from small_models import attention_config
 
 import swa_jax as swa
 from swa_jax import checkpoint, sizing
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import benchmark_clock as clock
-import device_cases
-import device_shapes
-import gpu_compiler
 
 pytestmark = pytest.mark.quick_compilation
 

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import sys
 import tomllib
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_reference as reference
 import pytest
+import triton_ir
 from jax.sharding import AbstractDevice, AbstractMesh
 from ring_layers import RingLayer, ShowLayer
 from small_models import (
@@ -36,9 +36,6 @@ from pallas_kernels import (
     indexed_attention,
 )
 from swa_jax import cache as cache_module
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import triton_ir
 
 pytestmark = pytest.mark.quick_compilation
 

@@ -18,6 +18,14 @@ pytestmark = pytest.mark.quick_compilation
 merge = jax.jit(softmax.merge)
 
 
+def part_of(value: float, lse: float) -> tuple[np.ndarray, np.ndarray]:
+    """What a part of the rows found: outputs of this value, and an lse."""
+    return np.full((1, WIDTH), value, np.float32), np.float32([lse])
+
+
+EMPTY = part_of(0, -np.inf)
+
+
 @pytest.fixture(params=["xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu)])
 def implementation(request):
     return request.param
@@ -32,14 +40,12 @@ def test_H01_nothing_in_the_window_and_nothing_in_a_compressed_cache_is_zero(imp
 
 
 def test_H01_of_eight_parts_seven_may_be_empty():
-    part = jnp.full((1, WIDTH), 3.0), jnp.full(1, 0.5)
-    empty = jnp.zeros((1, WIDTH)), jnp.full(1, -jnp.inf)
-    no_sink = jnp.full(1, -jnp.inf)
+    part, no_sink = part_of(3, 0.5), np.float32([-np.inf])
     for place in (0, 3, 7):
-        parts = [empty] * 7
+        parts = [EMPTY] * 7
         parts.insert(place, part)
         np.testing.assert_array_equal(merge(parts, no_sink), part[0])
-    np.testing.assert_array_equal(merge([empty] * 8, no_sink), empty[0])
+    np.testing.assert_array_equal(merge([EMPTY] * 8, no_sink), EMPTY[0])
 
 
 def test_H02_queries_of_length_zero_are_exactly_zero(implementation):
@@ -70,10 +76,9 @@ def test_I01_a_sink_joins_the_denominator_once(implementation, indices):
 
 
 def test_I01_a_sink_joins_once_however_many_parts_are_merged():
-    part = jnp.full((1, WIDTH), 3.0), jnp.full(1, math.log(2))  # of rows 2 and 4
-    empty = jnp.zeros((1, WIDTH)), jnp.full(1, -jnp.inf)
+    part = part_of(3, math.log(2))  # of rows 2 and 4
     for splits in (1, 2, 4, 8):
-        out = merge([empty] * (splits - 1) + [part], jnp.zeros(1))
+        out = merge([EMPTY] * (splits - 1) + [part], np.zeros(1, np.float32))
         np.testing.assert_allclose(out, np.full((1, WIDTH), 2.0), rtol=1e-6)
 
 
@@ -176,8 +181,8 @@ def test_J02_lse_is_without_the_sink_so_that_parts_merge(implementation):
     np.testing.assert_allclose(answer.lse, np.full((1, HEADS), 0.693147), rtol=1e-6)
     window, extra = {0: 2.0, 1: 4.0}, ({0: 9.0}, [0])
     parts = [attend(implementation, window, [[0, 1]]), attend(implementation, extra[0], [[0]])]
-    merged = merge([(jnp.asarray(out[..., None]), jnp.asarray(lse)) for out, lse in parts],
-                   jnp.zeros((1, HEADS)))  # fmt: skip
+    parts = [(np.float32(out[..., None]), np.float32(lse)) for out, lse in parts]
+    merged = merge(parts, np.zeros((1, HEADS), np.float32))
     joint = attend(implementation, window, [[0, 1]], sink=0.0, extra=extra)
     np.testing.assert_allclose(merged[..., 0], np.full((1, HEADS), 3.75), rtol=1e-6)  # 15 / 4
     np.testing.assert_allclose(joint.out, np.full((1, HEADS), 3.75), rtol=2**-8)

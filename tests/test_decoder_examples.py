@@ -1,19 +1,16 @@
 """examples/speculative_decode.py and long_decode.py with a tiny model: figures and refusals."""
 
 import json
-import sys
 from pathlib import Path
 
+import byte_text
+import long_decode
 import numpy as np
 import pytest
+import speculative_decode
 from small_models import attention_config, decoder_params
 
 import swa_jax as swa
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import byte_text
-import long_decode
-import speculative_decode
 
 pytestmark = pytest.mark.quick_compilation
 

@@ -9,15 +9,6 @@ import time
 import warnings
 from pathlib import Path
 
-import jax
-import ml_dtypes
-import numpy as np
-import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
-
-from pallas_kernels import V4, V41, V41_FP4, quantize_rows
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import benchmark
 import benchmark_clock
 import device_bytes
@@ -29,6 +20,13 @@ import device_report
 import device_shapes
 import device_timing
 import device_worker
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_kernels import V4, V41, V41_FP4, quantize_rows
 
 ROOT = Path(__file__).parents[1]
 STAGES = ["device", "cast", "store", "attention", "donation", "invariance", "tests", "timing"]

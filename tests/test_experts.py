@@ -154,7 +154,8 @@ def test_products_with_the_router_and_weights_are_float32_whatever_the_layer_com
 # --- the choice
 
 # Products with the router are 0, 1, 2 and 3: sigmoids 0.5, 0.7310586, 0.8807971, 0.9525741.
-ROUTER = jnp.asarray([[0.0], [1.0], [2.0], [3.0]])
+ROUTER = np.float32([[0.0], [1.0], [2.0], [3.0]])
+ONE_TOKEN = np.ones((1, 1), np.float32)
 TWO_OF_FOUR = ExpertsConfig(4, 2, 8, scoring="sigmoid", normalise_weights=False)
 
 
@@ -167,17 +168,17 @@ TWO_OF_FOUR = ExpertsConfig(4, 2, 8, scoring="sigmoid", normalise_weights=False)
     ],
 )
 def test_the_bias_changes_the_choice_but_not_the_weights(bias, chosen, weights):
-    got = choose(jnp.ones((1, 1)), ROUTER, jnp.asarray(bias), TWO_OF_FOUR)
+    got = choose(ONE_TOKEN, ROUTER, np.float32(bias), TWO_OF_FOUR)
     np.testing.assert_array_equal(got[0], [chosen])
     np.testing.assert_allclose(got[1], [weights], rtol=1e-6)
 
 
 def test_of_equal_scores_the_lower_index_is_chosen_first():
-    router = jnp.asarray([[1.0], [2.0], [1.0], [2.0], [2.0]])
+    router = np.float32([[1.0], [2.0], [1.0], [2.0], [2.0]])
     config = dataclasses.replace(TWO_OF_FOUR, num_experts=5)
     for top_k, want in [(2, [1, 3]), (4, [1, 3, 4, 0])]:
         config = dataclasses.replace(config, top_k=top_k)
-        chosen, _ = choose(jnp.ones((1, 1)), router, jnp.zeros(5), config)
+        chosen, _ = choose(ONE_TOKEN, router, np.zeros(5, np.float32), config)
         np.testing.assert_array_equal(chosen, [want])
 
 
@@ -188,10 +189,11 @@ def test_scores_that_vanish_give_finite_weights_and_gradients(scoring):
     @quick_jit
     @jax.value_and_grad
     def total(router):
-        return jnp.sum(choose_experts(jnp.ones((1, 1)), router, jnp.zeros(4), config)[1])
+        bias = jnp.zeros(4, jnp.float32)
+        return jnp.sum(choose_experts(jnp.asarray(ONE_TOKEN), router, bias, config)[1])
 
-    for router in (jnp.full((4, 1), -300.0), jnp.full((4, 1), 300.0)):
-        value, gradient = total(router)
+    for score in (-300, 300):
+        value, gradient = total(np.full((4, 1), score, np.float32))
         assert np.isfinite(value)
         chex.assert_tree_all_finite(gradient)
 

@@ -379,7 +379,8 @@ class Bigrams(nn.Module):
     @nn.compact
     def __call__(self, embedded, tokens, meta, cross_layer, draft_input):
         before = jnp.concatenate([cross_layer[:, None], tokens[:, :-1]], axis=1)
-        table: Any = self.param("table", nn.initializers.normal(), (64, embedded.shape[-1]))
+        shape = 64, embedded.shape[-1]
+        table: Any = self.param("table", nn.initializers.normal(), shape, embedded.dtype)
         return embedded + table[(before * 50 + tokens) % 64]
 
 

@@ -334,7 +334,7 @@ def test_slots_may_be_integers_of_any_kind(dtype, implementation):
         ({"latents": jnp.zeros((3, 3, 64))}, r"\(any, 64\), got \(3, 3, 64\)"),
         ({"latents": jnp.zeros((9, 64), jnp.int8)}, "latents: expected a floating .*got int8"),
         ({"slots": jnp.arange(8)}, r"slots: expected shape \(9\), got \(8,\)"),
-        ({"slots": jnp.zeros(9)}, "slots: expected integers, got dtype float32"),
+        ({"slots": jnp.zeros(9, jnp.float32)}, "slots: expected integers, got dtype float32"),
         ({"slots": np.full(9, 2**31)}, "slots: expected int32 values, got 2147483648"),
         ({"norm_weight": jnp.zeros(63)}, r"norm_weight: expected shape \(64\), got \(63,\)"),
         ({"norm_weight": jnp.zeros(64, bool)}, "norm_weight: expected a floating .*got bool"),

@@ -9,21 +9,19 @@ import sys
 import time
 from pathlib import Path
 
+import byte_evaluation
+import byte_text
+import generate
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import text_checkpoints
 from small_models import attention_config, decoder_params
 
 import swa_jax as swa
 from swa_jax.recompute import Comparison, whole_sequence_logits
 from swa_jax.sampling import sample
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import byte_evaluation
-import byte_text
-import generate
-import text_checkpoints
 
 pytestmark = pytest.mark.quick_compilation
 

@@ -5,9 +5,10 @@ interpreter everywhere, so that what is wrong with a test shows without a card.
 """
 
 import dataclasses
-import sys
-from pathlib import Path
 
+import device_bytes as row_bytes
+import device_cases as cases
+import device_checks as checks
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -18,11 +19,6 @@ from small_models import attention_config, decoder_config, decoder_params
 import swa_jax as swa
 from pallas_kernels import BF16, F32, V4, V41, V41_FP4, KVRows, dispatch
 from swa_jax import decoding
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import device_bytes as row_bytes
-import device_cases as cases
-import device_checks as checks
 
 pytestmark = pytest.mark.quick_compilation
 

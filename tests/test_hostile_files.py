@@ -4,13 +4,15 @@ import contextlib
 import json
 import os
 import signal
-import sys
-from pathlib import Path
 
+import batch_lines
+import benchmark_lines
 import jax
+import load_hf
 import ml_dtypes
 import numpy as np
 import pytest
+import training_checkpoints
 from checkpoint_cases import (
     ATTENTION,
     INDEX,
@@ -31,12 +33,6 @@ from swa_jax.files import read_safetensors, write_safetensors
 from swa_jax.hf_config import write_config
 from swa_jax.json_fields import parse_json
 from swa_jax.prefixes import PrefixStore
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import batch_lines
-import benchmark_lines
-import load_hf
-import training_checkpoints
 
 pytestmark = pytest.mark.quick_compilation
 

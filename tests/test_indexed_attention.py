@@ -349,10 +349,10 @@ def test_parts_are_merged_by_their_lse_and_the_sink_counts_once():
     second = [two, two, 100 + two, two - 100, two, none]
     sink = [none, three, 100 + three, three - 100, two, 0.0]
     parts = [
-        (jnp.full((6, 2), 1.0), jnp.asarray(first)),
-        (jnp.full((6, 2), 4.0), jnp.asarray(second)),
+        (np.full((6, 2), value, np.float32), np.float32(lse))
+        for value, lse in ((1, first), (4, second))
     ]
-    got = jax.jit(merge)(parts, jnp.asarray(sink))
+    got = jax.jit(merge)(parts, np.float32(sink))
     expected = [3.0, 1.5, 1.5, 1.5, 2.0, 0.0]
     np.testing.assert_allclose(got, np.transpose([expected] * 2), rtol=1e-5)
 
@@ -622,10 +622,13 @@ SMALL = KVRows.create(2, 3, V41.with_width(64))
         ),
         ({"indices": jnp.zeros((5, 3), jnp.int32)}, r"indices: .*\(4, any\), got \(5, 3\)"),
         ({"indices": jnp.zeros(4, jnp.int32)}, r"indices: expected .*, got \(4,\)"),
-        ({"indices": jnp.zeros((4, 3))}, "indices: expected integers, got dtype float32"),
+        (
+            {"indices": jnp.zeros((4, 3), jnp.float32)},
+            "indices: expected integers, got dtype float32",
+        ),
         ({"indices": jnp.zeros((4, 3), bool)}, "indices: expected integers, got dtype bool"),
         ({"lengths": jnp.zeros(3, jnp.int32)}, r"lengths: expected shape \(4\), got \(3,\)"),
-        ({"lengths": jnp.zeros(4)}, "lengths: expected integers, got dtype float32"),
+        ({"lengths": jnp.zeros(4, jnp.float32)}, "lengths: expected integers, got dtype float32"),
         ({"sink": jnp.zeros(3)}, r"sink: expected shape \(2\), got \(3,\)"),
         ({"sink": jnp.zeros(2, jnp.int32)}, "sink: expected a floating .*, got int32"),
         ({"extra": SMALL}, "extra: expected an ExtraKV, got KVRows"),

@@ -4,8 +4,6 @@ import dataclasses
 import functools
 import math
 import re
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy_reference as reference
 import pytest
+import triton_ir
 from small_models import quick_jit
 
 import pallas_kernels
@@ -29,9 +28,6 @@ from pallas_kernels import (
     triton_launch,
 )
 from pallas_kernels.indexed_attention import triton
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import triton_ir
 
 pytestmark = pytest.mark.slow
 

@@ -1,16 +1,12 @@
 """examples/kernel_model.py: the modelled time of kernels, by hand calculations."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import device_shapes
 import gpu_compiler
 import kernel_model
+import numpy as np
+import pytest
 from kernel_model import CARD_MODELS, Instruction, Work
 from shipped_kernels import A100, H200, SHIPPED, ShippedKernel
 

@@ -456,7 +456,7 @@ def test_a_cache_of_one_layout_is_refused_by_a_reader_of_the_other(call, message
             r"data: expected shape \(1, 528\), got \(2, 528\)",
         ),
         (
-            lambda: layouts.store_paged(PAGED, jnp.zeros((1, 528)), [0]),
+            lambda: layouts.store_paged(PAGED, jnp.zeros((1, 528), jnp.float32), [0]),
             "data: expected dtype uint8, got float32",
         ),
         (lambda: build(states=[[0]]), r"state_ids: expected shape \(any\), got \(1, 1\)"),

@@ -7,20 +7,18 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import gpu_compiler
 import jax
 import jax.numpy as jnp
-import pytest
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import gpu_compiler
 import kernel_model
 import kernel_tables
 import launches
 import machine_code
+import pytest
 import triton_ir
 import whole_program
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 ROOT = Path(__file__).parents[1]
 MISSING = machine_code.missing()

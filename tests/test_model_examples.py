@@ -2,13 +2,16 @@
 
 import dataclasses
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
+import byte_text
 import flax.linen as nn
+import generate
 import jax
 import jax.numpy as jnp
+import linen_model
+import nnx_model
 import numpy as np
 import pytest
 from flax import nnx
@@ -22,12 +25,6 @@ from small_models import (
 )
 
 import swa_jax as swa
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import byte_text
-import generate
-import linen_model
-import nnx_model
 
 pytestmark = pytest.mark.quick_compilation
 

@@ -381,7 +381,7 @@ def test_a_token_outside_the_vocabulary_counts_as_the_nearest_one():
     want = apply(params, np.int32([[0, 3, 49, 49]]))
     chex.assert_trees_all_equal(got, want)
     with pytest.raises(ValueError, match="tokens: expected integers, got dtype float32"):
-        model.apply(params, jnp.zeros((1, 2)))
+        model.apply(params, jnp.zeros((1, 2), jnp.float32))
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 4)])

@@ -1,7 +1,6 @@
 """Rings, two caches in one softmax and FP4 rows against outputs and bytes recorded elsewhere."""
 
 import functools
-import sys
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,16 +10,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import row_inputs
+from row_inputs import FEW_COLUMNS, HEADS, WIDTH
 from small_models import largest_error, quick_jit
 
 import pallas_kernels
 import swa_jax as swa
 from pallas_kernels import BF16, V41, V41_FP4, ExtraKV, KVRows, fused_store, store_rows
 from swa_jax.attention import prefill_attention
-
-sys.path.insert(0, str(Path(__file__).parent / "data"))
-import row_inputs
-from row_inputs import FEW_COLUMNS, HEADS, WIDTH
 
 DATA = Path(__file__).parent / "data"
 EPS = 1e-20  # V4.1's; no mean square in float32 notices it

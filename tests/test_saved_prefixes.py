@@ -3,12 +3,14 @@
 import dataclasses
 import hashlib
 import json
-import sys
 from pathlib import Path
 
+import byte_text
 import jax
 import jax.numpy as jnp
 import numpy as np
+import prefix_rebuild
+import prefix_reuse as example
 import pytest
 from small_models import attention_config, decoder_config, decoder_params
 
@@ -17,11 +19,6 @@ from pallas_kernels import dequantize_rows
 from swa_jax import decoding, prefilling, prefixes
 from swa_jax.files import read_safetensors, write_safetensors
 from swa_jax.prefixes import PrefixStore, model_fingerprint, prefill_from_prefixes
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import byte_text
-import prefix_rebuild
-import prefix_reuse as example
 
 pytestmark = pytest.mark.quick_compilation
 

@@ -10,16 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sharded_decode
+from collectives import Collective, carrying_rows, find_collectives
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from small_models import attention_config, decoder_config, decoder_params, layer_params
 
 import swa_jax as swa
 from pallas_kernels import KVRows
 from swa_jax.placement import first_state_ids, place_requests
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import sharded_decode
-from collectives import Collective, carrying_rows, find_collectives
 
 pytestmark = pytest.mark.quick_compilation
 

@@ -5,14 +5,10 @@ Compiled as JAX would where the card is; skipped without the extra "gpu-compile"
 
 import functools
 import math
-import sys
-from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import kernel_model
 import machine_code
+import pytest
 import triton_ir
 from shipped_kernels import SHIPPED
 

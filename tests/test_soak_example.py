@@ -3,22 +3,18 @@
 import dataclasses
 import json
 import mmap
-import sys
-from pathlib import Path
 
+import byte_text
 import jax
 import numpy as np
 import pytest
+import soak
+import soak_checks
 from small_models import attention_config, decoder_params
 
 import swa_jax as swa
 from swa_jax import decoding, serving
 from swa_jax.serving import Server
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import byte_text
-import soak
-import soak_checks
 
 pytestmark = pytest.mark.quick_compilation
 

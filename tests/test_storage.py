@@ -237,7 +237,9 @@ BLOCK = jax.ShapeDtypeStruct((4, 512), jnp.uint8)
         (lambda: KVRows.view(BLOCK, start=0, rows_per_slot=0, fmt=FMT), "of 1 or more, got 0"),
         (lambda: KVRows.view(BLOCK, start=0, rows_per_slot=3, fmt="V41"), "KVCacheFormat, got str"),
         (
-            lambda: KVRows.view(jnp.zeros((4, 512)), start=0, rows_per_slot=3, fmt=FMT),
+            lambda: KVRows.view(
+                jnp.zeros((4, 512), jnp.float32), start=0, rows_per_slot=3, fmt=FMT
+            ),
             r"expected uint8\[slots, slot_bytes\], got float32\(4, 512\)",
         ),
         (
@@ -267,7 +269,9 @@ def test_unfit_sizes_are_refused(call, message):
         (lambda rows: load_eagerly(rows, 2**31), "int32 values, got 2147483648"),
         (lambda rows: load_eagerly(rows.data, 0), "rows: expected a KVRows, got ArrayImpl"),
         (
-            lambda rows: store_eagerly(rows, jnp.zeros((2, 66), jnp.uint8), jnp.zeros(2)),
+            lambda rows: store_eagerly(
+                rows, jnp.zeros((2, 66), jnp.uint8), jnp.zeros(2, jnp.float32)
+            ),
             "slots: expected integers, got dtype float32",
         ),
         (
@@ -279,7 +283,7 @@ def test_unfit_sizes_are_refused(call, message):
             r"data: expected shape \(3, 66\), got \(3, 528\)",
         ),
         (
-            lambda rows: store_eagerly(rows, jnp.zeros((3, 66)), jnp.arange(3)),
+            lambda rows: store_eagerly(rows, jnp.zeros((3, 66), jnp.float32), jnp.arange(3)),
             "data: expected dtype uint8, got float32",
         ),
         (

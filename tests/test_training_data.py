@@ -3,24 +3,20 @@
 import dataclasses
 import json
 import math
-import sys
-from pathlib import Path
 
+import byte_text
+import byte_training
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import train_bytes
+import training_checkpoints
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import swa_jax as swa
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import byte_text
-import byte_training
-import train_bytes
-import training_checkpoints
 
 pytestmark = pytest.mark.quick_compilation
 

@@ -4,14 +4,10 @@ The cache is updated in place, idle slots cost nothing, and launches are counted
 """
 
 import functools
-import sys
-from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import gpu_compiler
 import launches
+import pytest
 
 MISSING = gpu_compiler.missing_plugin()
 pytestmark = [
