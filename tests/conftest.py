@@ -127,25 +127,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = set(first.values())
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
-    if _wants_gpu(config):
-        return
-    skip = pytest.mark.skip(reason="needs --gpu")
+    import jax
+
+    skips = {} if _wants_gpu(config) else {"gpu": "needs --gpu"}
+    if jax.config.jax_debug_nans:
+        skips |= dict.fromkeys(("makes_nan", "donates"), "not where NaN is an error")
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        for mark, reason in skips.items():
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def optimisation(request: pytest.FixtureRequest) -> None:
-    """Compiles the programs of modules marked "quick_compilation" without most optimisations.
-
-    Programs in memory are told apart by their functions and not by how they were compiled: none
-    may reach a module that is to see them as users have them.
-    """
-    import jax
+    """Compiles the programs of modules marked "quick_compilation" quickly."""
+    from quick_compilation import use_quick_compilation
 
     marked = request.node.get_closest_marker("quick_compilation") is not None
-    quick = marked and not _wants_gpu(request.config)
-    if not quick and jax.config.read("jax_disable_most_optimizations"):
-        jax.clear_caches()
-    jax.config.update("jax_disable_most_optimizations", quick)
+    use_quick_compilation(marked and not _wants_gpu(request.config))

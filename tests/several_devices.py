@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from quick_compilation import QUICK_COMPILATION
 from small_models import (
-    QUICK_COMPILATION,
     activations,
     attention_config,
     decoder_config,

@@ -7,12 +7,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from quick_compilation import QUICK_COMPILATION
 
 import swa_jax as swa
 from swa_jax.attention import parameter_shapes
-
-QUICK_COMPILATION: dict[str, Any] = {"xla_backend_optimization_level": 0}
-"""Half the time to compile: for programs that run once. Their buffers are the same."""
 
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK_COMPILATION)
 

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import QUICK_COMPILATION, attention_config, decoder_params, quick_jit
+from quick_compilation import QUICK_COMPILATION
+from small_models import attention_config, decoder_params, quick_jit
 
 import swa_jax as swa
 from swa_jax import beams as beam_module

@@ -198,6 +198,7 @@ def test_the_limit_is_of_the_slots_on_one_device():
 # --- copies
 
 
+@pytest.mark.donates
 def test_a_snapshot_outlives_the_donation_of_the_cache():
     cache = filled()
     expected = bytes_of(cache)

@@ -171,6 +171,7 @@ def test_K02_a_masked_key_that_is_nan_is_not_seen(implementation):
     assert np.all(np.isnan(answer.out[1]))
 
 
+@pytest.mark.makes_nan
 @pytest.mark.parametrize("form", ["prefill", "decode", "sequence"])
 def test_K02_a_nan_token_is_not_seen_behind_the_window(form):
     config = attention_config(3, swa.V41)

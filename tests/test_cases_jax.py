@@ -12,9 +12,9 @@ import numpy_reference as reference
 import pytest
 import triton_ir
 from jax.sharding import AbstractDevice, AbstractMesh
+from quick_compilation import QUICK_COMPILATION
 from ring_layers import RingLayer, ShowLayer
 from small_models import (
-    QUICK_COMPILATION,
     activations,
     attention_config,
     decoder_config,
@@ -81,6 +81,7 @@ def small_cache(layers=1):
     return swa.RingCache.create(2, layers, swa.RingGeometry(3, 5), V41.with_width(64))
 
 
+@pytest.mark.donates
 def test_Q01_a_donated_cache_cannot_be_read_or_used_again():
     old = small_cache()
     kept = old.snapshot()
@@ -109,6 +110,7 @@ def test_Q02_no_two_leaves_of_a_fresh_state_are_one_array(monkeypatch):
     assert sampling.temperature.tolist() == [0, 0]
 
 
+@pytest.mark.donates
 def test_Q04_a_donated_cache_of_one_gibibyte_is_not_copied():
     slots = 15_177
     rows = KVRows(abstract((slots, 70_752), jnp.uint8), abstract((), jnp.int32), 134, V41)
@@ -208,6 +210,7 @@ def test_Q09_equal_configurations_are_one_program_and_a_list_is_refused():
         call([first])
 
 
+@pytest.mark.donates
 def test_Q10_a_state_that_was_dropped_cannot_be_gone_on_from():
     cache = small_cache()
     for position in range(3):
@@ -345,6 +348,7 @@ def test_R09_every_format_and_option_lowers_for_a_gpu(fmt):
     assert "stablehlo.scatter" not in text
 
 
+@pytest.mark.makes_nan
 def test_R10_bytes_are_uint8_and_another_type_is_named():
     block = jnp.zeros((1, 8 * 528), jnp.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"block: expected uint8.* got float8_e4m3fn"):

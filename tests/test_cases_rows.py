@@ -187,6 +187,7 @@ def test_M07_scale_codes_decode_exactly_to_the_ends():
     np.testing.assert_array_equal(got, np.tile(expected[:, None], 32))
 
 
+@pytest.mark.makes_nan
 def test_M08_the_largest_float32_is_finite_and_infinity_is_a_row_of_nan():
     rows = np.concatenate([row_of([FLOAT32_MAX, 1.0], [1.0]), row_of([np.inf, 1.0], [1.0])])
     data = np.asarray(quantize(rows, V41))

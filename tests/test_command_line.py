@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from quick_compilation import quick_environment
 
 from swa_jax.__main__ import main
 
@@ -46,8 +47,9 @@ def _json(*arguments):
 # --- doctor
 
 
+@pytest.mark.makes_nan
 def test_doctor_names_versions_devices_and_implementations():
-    result = _swa_jax("doctor")
+    result = _swa_jax("doctor", **quick_environment())
     assert (result.returncode, result.stderr) == (0, "")
     words = [line.split() for line in result.stdout.splitlines()]
     assert ["jax", jax.__version__] in words

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from small_models import QUICK_COMPILATION, attention_config, decoder_config, decoder_params
+from quick_compilation import QUICK_COMPILATION
+from small_models import attention_config, decoder_config, decoder_params
 
 import swa_jax as swa
 from pallas_kernels import load_rows, store_rows
@@ -127,6 +128,7 @@ def bad_steps():
     }
 
 
+@pytest.mark.donates
 @pytest.mark.parametrize(
     ("name", "copies", "unaliased"),
     [("good", 0, 0), ("not donated", 1, 1), ("reads late", 1, 0), ("two versions", 1, 0)],

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import QUICK_COMPILATION, attention_config, decoder_config, decoder_params
+from quick_compilation import QUICK_COMPILATION
+from small_models import attention_config, decoder_config, decoder_params
 
 import swa_jax as swa
 from swa_jax import decoding, prefilling, recompute
@@ -367,6 +368,7 @@ def test_finished_requests_leave_their_bytes_alone():
 # --- donation
 
 
+@pytest.mark.donates
 def test_a_block_updates_the_cache_in_place():
     state = started()
     block = state.cache.blocks[0]
@@ -394,6 +396,7 @@ def compiled_block(slots: int):
     return lowered.compile(QUICK_COMPILATION), state.cache.nbytes
 
 
+@pytest.mark.donates
 def test_the_compiled_block_copies_no_cache():
     program, cache_bytes = compiled_block(512)
     assert program.memory_analysis().alias_size_in_bytes >= cache_bytes

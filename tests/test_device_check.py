@@ -25,6 +25,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
+from quick_compilation import quick_environment
 
 from pallas_kernels import V4, V41, V41_FP4, quantize_rows
 
@@ -118,7 +119,8 @@ def numbers(value):
 
 @pytest.mark.slow
 def test_the_rehearsal_runs_every_stage(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # its programs run for a moment
+    for name, value in quick_environment().items():  # its programs run for a moment
+        monkeypatch.setenv(name, value)
     figure = tmp_path / "device.png"
     status, out, err, report = run(*check("--plot", str(tmp_path)))
     assert (status, err) == (0, ""), out

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import text_checkpoints
+from quick_compilation import quick_environment
 from small_models import attention_config, decoder_params
 
 import swa_jax as swa
@@ -373,8 +374,8 @@ def test_killed_at_random_and_while_saving_a_text_still_becomes_that_of_an_undis
     assert (status, report["bytes_generated"]) == (0, 400)
     directory, rng = tmp_path / "checkpoints", np.random.default_rng(0)
     settings = {
+        **quick_environment(),  # as in this process
         "PYTHONPATH": str(ROOT),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as in this process
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }

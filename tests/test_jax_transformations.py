@@ -142,6 +142,7 @@ def test_gradients_of_queries_sinks_and_outputs_are_those_of_the_whole_sequence(
 # --- export
 
 
+@pytest.mark.donates
 def test_a_saved_decode_step_is_the_step_and_updates_the_cache_in_place():
     attention = attention_config(3, swa.V41, dtype="bfloat16", param_dtype="bfloat16")
     config = decoder_config(attention, 2)

@@ -164,6 +164,7 @@ def test_a_slot_may_come_twice_with_the_same_bytes():
     np.testing.assert_array_equal(once.pages, twice.pages)
 
 
+@pytest.mark.donates
 def test_a_donated_pool_of_more_than_2_gib_is_stored_into_in_place():
     pages = jax.ShapeDtypeStruct((68_000, 33_792), jnp.uint8)
     paged = PagedRows(pages, 64, PAGED.fmt)

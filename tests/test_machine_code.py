@@ -227,6 +227,7 @@ def reads_late(cache, at):
     return new, cache[at] + new[0]
 
 
+@pytest.mark.donates
 @compiles
 @pytest.mark.parametrize(
     ("fn", "donate", "copies", "alias"),

@@ -15,8 +15,8 @@ import nnx_model
 import numpy as np
 import pytest
 from flax import nnx
+from quick_compilation import QUICK_COMPILATION
 from small_models import (
-    QUICK_COMPILATION,
     activations,
     attention_config,
     decoder_params,
@@ -260,6 +260,7 @@ def test_linen_and_nnx_models_choose_the_same_tokens_and_store_the_same_bytes(st
         assert_equal_trees(results[kind], results["linen"])
 
 
+@pytest.mark.donates
 @pytest.mark.parametrize("kind", [pytest.param("linen", marks=pytest.mark.slow), *KINDS])
 def test_the_compiled_step_updates_the_cache_in_place(kind, steps):
     cache = jax.eval_shape(create_cache)

@@ -22,7 +22,7 @@ from swa_jax.state_checkpoint import (
     save_state,
 )
 
-pytestmark = pytest.mark.quick_compilation
+pytestmark = [pytest.mark.quick_compilation, pytest.mark.makes_nan]
 
 WINDOW, CAPACITY, LAYERS, BATCH, SLOTS = 8, 14, 2, 3, 4
 TOKENS = [[5, 0, 49], [], [7]]

@@ -402,6 +402,7 @@ def test_nothing_is_compiled_in_a_long_run(first_run):
     assert sorted(result.request.name for result in results) == list(range(1000, 1060))
 
 
+@pytest.mark.donates
 def test_the_cache_stays_where_it_is():
     server = Server(MODEL, PARAMS, **OPTIONS)
     (block,) = server.state.cache.blocks

@@ -417,6 +417,7 @@ def compiled_block(slots: int):
     return lowered.compile(), state.cache.nbytes
 
 
+@pytest.mark.donates
 def test_the_compiled_block_copies_no_cache():
     compiled, cache_bytes = compiled_block(BATCH)
     analysis = compiled.memory_analysis()
