@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from pallas_kernels import checks
 from swa_jax.config import AttentionConfig, DecoderConfig
-from swa_jax.files import open_new, read_safetensors, write_safetensors
+from swa_jax.files import read_safetensors, write_safetensors, write_whole
 from swa_jax.head_shards import shard_config as shard_config
 from swa_jax.reading import read_regular
 from swa_jax.tensor_files import open_tensors as open_tensors
@@ -169,11 +169,7 @@ def save_params(
         if dtype is not None and array.ndim > 1 and jnp.issubdtype(array.dtype, jnp.floating):
             array = array.astype(jnp.dtype(dtype))
         arrays[name] = np.ascontiguousarray(array)
-    target = Path(path)
-    partial = target.with_name(target.name + ".partial")
-    with open_new(partial) as file:
-        file.write(write_safetensors(arrays, metadata or {}))
-    os.replace(partial, target)
+    write_whole(Path(path), write_safetensors(arrays, metadata or {}))
 
 
 def load_params(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:

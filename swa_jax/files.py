@@ -1,6 +1,8 @@
 """safetensors bytes in and out, with an error that names what is wrong."""
 
 import json
+import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -98,6 +100,21 @@ def open_new(path: Path) -> BinaryIO:
     """A new file to write bytes to, in place of what has its name: no link is followed."""
     path.unlink(missing_ok=True)
     return path.open("xb")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file that is there whole or not at all, in place of what has its name.
+
+    Raises:
+      OSError: it cannot be written; nothing of it is left.
+    """
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        with open_new(partial) as file:
+            file.write(data)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def as_array(

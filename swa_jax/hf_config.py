@@ -10,7 +10,7 @@ from typing import Any
 
 from pallas_kernels import V4, V41, V41_FP4, KVCacheFormat
 from swa_jax.config import AttentionConfig, DecoderConfig
-from swa_jax.files import open_new
+from swa_jax.files import write_whole
 from swa_jax.reading import inside, read_object
 from swa_jax.rotary import YarnScaling
 
@@ -106,11 +106,7 @@ def write_config(path: str | os.PathLike[str], config: DecoderConfig) -> None:
       config: the decoder's configuration.
     """
     text = json.dumps({"model_type": OWN, **json.loads(config.to_json())}, indent=2)
-    target = Path(path) / "config.json"
-    partial = target.with_name("config.json.partial")
-    with open_new(partial) as file:
-        file.write(text.encode() + b"\n")
-    os.replace(partial, target)
+    write_whole(Path(path) / "config.json", text.encode() + b"\n")
 
 
 def _read(path) -> tuple[str, dict[str, Any]]:

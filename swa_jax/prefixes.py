@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from pallas_kernels import checks
 from swa_jax.cache import RingCache
 from swa_jax.config import DecoderConfig, plain_config
 from swa_jax.exported import ExportedSlot
-from swa_jax.files import open_new, read_safetensors, write_safetensors
+from swa_jax.files import read_safetensors, write_safetensors, write_whole
 from swa_jax.modules import Decoder
 from swa_jax.placement import DeviceAxes
 from swa_jax.prefilling import Params, prefill_chunk
@@ -98,10 +97,7 @@ class PrefixStore:
         tensors, metadata = exported.to_tensors(self.model)
         data = write_safetensors(tensors | {"tokens": tokens}, metadata)
         target = self.directory / self._name(len(tokens), self._digests(tokens, [len(tokens)])[0])
-        partial = target.with_name(f"{target.name}.{secrets.token_hex(8)}.partial")
-        with open_new(partial) as file:
-            file.write(data)
-        os.replace(partial, target)
+        write_whole(target, data)
         return target
 
     def longest(self, tokens: Int[ArrayLike, " n"]) -> ExportedSlot | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import io
 import json
 import math
 import os
@@ -29,8 +30,8 @@ from checkpoint_cases import (
 )
 from small_models import decoder_params
 
-from swa_jax import block_scales, weight_saving
-from swa_jax.checkpoint import load_decoder, save_decoder
+from swa_jax import block_scales, files, weight_saving
+from swa_jax.checkpoint import load_decoder, save_decoder, save_params
 
 
 def parse_file(path):
@@ -270,6 +271,25 @@ def test_a_save_that_fails_leaves_no_file(tmp_path, monkeypatch, failing):
     with pytest.raises(OSError, match="no space"):
         save_decoder(tmp_path, params, config, dtype="e4m3", max_shard_bytes=20_000)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["write", "replace"])
+def test_a_file_that_cannot_be_written_whole_is_left_as_it_was(tmp_path, monkeypatch, name):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    path = tmp_path / "params.safetensors"
+    save_params(path, {"a": np.float32([1])})
+    before = path.read_bytes()
+    if name == "replace":
+        monkeypatch.setattr(os, "replace", fail)
+    else:
+        full = type("Full", (io.BytesIO,), {"write": fail})
+        monkeypatch.setattr(files, "open_new", lambda path: path.touch() or full())
+    with pytest.raises(OSError, match="no space"):
+        save_params(path, {"a": np.float32([2])})
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == before
 
 
 def test_the_index_appears_last(tmp_path, monkeypatch):
