@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from swa_jax.cache import RingCache
-from swa_jax.decoding import DecodeState, first_choice
+from swa_jax.decoding import DecodeState, choose_tokens
 from swa_jax.modules import Decoder
 from swa_jax.prefilling import Params
 from swa_jax.sampling import Sampling
@@ -64,7 +64,7 @@ def admit(
     """
     settings = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *sampling)
     logits: Any = model.apply(params, last, method="logits")
-    token, stops = first_choice(logits, lengths, stop_tokens, settings)
+    token, stops = choose_tokens(logits, lengths, stop_tokens, settings)
     # a negative index would count from the end: what is not to be written goes beyond it
     beyond = state.state_ids.shape[0] + jnp.arange(slots.shape[0], dtype=jnp.int32)
     place = jnp.where(slots >= 0, slots, beyond)

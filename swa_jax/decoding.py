@@ -16,8 +16,14 @@ from pallas_kernels.serialization import register_serialization
 from swa_jax.cache import RingCache
 from swa_jax.metadata import DecodeMetadata
 from swa_jax.modules import Decoder
-from swa_jax.placement import check_places, first_state_ids, gather_scores, replicate
-from swa_jax.prefilling import Params, apply_model, checked_slots, prefill
+from swa_jax.placement import (
+    check_places,
+    checked_slots,
+    first_state_ids,
+    gather_scores,
+    replicate,
+)
+from swa_jax.prefilling import Params, apply_model, prefill
 from swa_jax.prompts import Prompt, token_ids, token_limits
 from swa_jax.sampling import Sampling, sample
 
@@ -74,8 +80,7 @@ def decode_block(
             model, params, state.cache, state.state_ids, state.tokens[:, None], place[:, None]
         )
         following = state.positions + 1
-        token = sample(logits[:, 0], following, state.sampling)
-        stops = jnp.any(token[:, None] == state.stop_tokens, axis=1)
+        token, stops = choose_tokens(logits[:, 0], following, state.stop_tokens, state.sampling)
         state = dataclasses.replace(
             state,
             cache=cache,
@@ -157,6 +162,27 @@ def decode_step(
     return gather_scores(logits, cache.sharding), cache
 
 
+def choose_tokens(
+    scores: Float32[Array, "b vocab"],
+    positions: Int32[Array, " b"],
+    stop_tokens: Int32[Array, "b n"],
+    sampling: Sampling,
+) -> tuple[Int32[Array, " b"], Bool[Array, " b"]]:
+    """The next token of each request, and whether it ends the request.
+
+    Args:
+      scores: float32[B, vocab], after the tokens before it.
+      positions: int32[B], of the tokens to choose.
+      stop_tokens: int32[B, n]; -1 for none.
+      sampling: how tokens are chosen.
+
+    Returns:
+      int32[B] and bool[B].
+    """
+    token = sample(scores, positions, sampling)
+    return token, jnp.any(token[:, None] == stop_tokens, axis=1)
+
+
 def begin(
     model: Decoder,
     params: Params,
@@ -236,7 +262,7 @@ def begin_prefilled(
     state_ids, lengths, oldest = (checks.as_int32(name, value) for name, value in given.items())
     for name, value in zip(given, (state_ids, lengths, oldest), strict=True):
         checks.check_shape(name, value, (batch,))
-    ids = checked_slots(cache, state_ids)
+    ids = checked_slots(state_ids, cache.slots)
     if len(np.unique(ids)) < batch:
         raise ValueError(f"state_ids: expected distinct state slots, got {ids.tolist()}")
     check_places(cache.sharding, cache.slots, ids)
@@ -283,27 +309,6 @@ def rollback(state: DecodeState, positions: ArrayLike, tokens: ArrayLike) -> Dec
     return dataclasses.replace(state, positions=positions, tokens=tokens, remaining=remaining)
 
 
-def first_choice(
-    scores: Float32[Array, "b vocab"],
-    lengths: Int32[Array, " b"],
-    stop_tokens: Int32[Array, "b n"],
-    sampling: Sampling,
-) -> tuple[Int32[Array, " b"], Bool[Array, " b"]]:
-    """The token after each prompt, and whether it ends the request.
-
-    Args:
-      scores: float32[B, vocab], after the prompts' last tokens.
-      lengths: int32[B], tokens of the prompts.
-      stop_tokens: int32[B, n]; -1 for none.
-      sampling: how tokens are chosen.
-
-    Returns:
-      int32[B] and bool[B].
-    """
-    token = sample(scores, lengths, sampling)
-    return token, jnp.any(token[:, None] == stop_tokens, axis=1)
-
-
 def settled(state: DecodeState) -> DecodeState:
     """The state as the next block expects it: all but the rings whole on every device."""
     cache = state.cache
@@ -324,7 +329,7 @@ def _settings(model, batch, max_new_tokens, sampling, stop_tokens):
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
 def _begin(model, params, cache, last, state_ids, lengths, oldest, limits, stop_tokens, sampling):
     scores = gather_scores(model.apply(params, last, method="logits"), cache.sharding)
-    token, stops = first_choice(scores, lengths, stop_tokens, sampling)
+    token, stops = choose_tokens(scores, lengths, stop_tokens, sampling)
     state = DecodeState(
         cache=cache,
         state_ids=state_ids,

@@ -162,6 +162,14 @@ def gather_scores(
     return scores
 
 
+def checked_slots(state_ids: ArrayLike, slots: int) -> Int32[np.ndarray, " b"]:
+    """State slots as a NumPy array; ValueError for one that a cache of so many does not have."""
+    ids = np.asarray(state_ids)
+    if np.any((ids < 0) | (ids >= slots)):
+        raise ValueError(f"state_ids: expected 0 to {slots - 1}, got {ids.tolist()}")
+    return ids
+
+
 def first_state_ids(
     sharding: NamedSharding | None, slots: int, batch: int
 ) -> Int32[np.ndarray, " b"]:
@@ -212,10 +220,8 @@ def place_requests(
       ValueError: a state slot out of range, or more requests of a shard than places.
     """
     shards = DeviceAxes.of(sharding).slot_shards
-    ids = np.asarray(checks.as_int32("state_ids", state_ids))
+    ids = checked_slots(checks.as_int32("state_ids", state_ids), slots)
     checks.check_shape("state_ids", ids, (None,))
-    if np.any((ids < 0) | (ids >= slots)):
-        raise ValueError(f"state_ids: expected 0 to {slots - 1}, got {ids.tolist()}")
     shard = ids // (slots // shards)
     counts = np.bincount(shard, minlength=shards)
     room = max(int(counts.max(initial=0)), 1) if per_shard is None else per_shard

@@ -13,7 +13,7 @@ from pallas_kernels import checks
 from swa_jax.cache import RingCache
 from swa_jax.metadata import DecodeMetadata, PrefillMetadata
 from swa_jax.modules import Decoder
-from swa_jax.placement import check_places, replicate, replicated
+from swa_jax.placement import check_places, checked_slots, replicate, replicated
 from swa_jax.prompts import Prompt, token_ids
 
 Params = Any
@@ -89,7 +89,7 @@ def prefill(
         raise ValueError("prompts: expected at least one prompt, got none")
     state_ids = checks.as_int32("state_ids", state_ids)
     checks.check_shape("state_ids", state_ids, (len(rows),))
-    ids = checked_slots(cache, state_ids)
+    ids = checked_slots(state_ids, cache.slots)
     check_places(cache.sharding, cache.slots, ids)
     longest = max(map(len, rows))
     width = min(chunk, 1 << (longest - 1).bit_length())
@@ -104,14 +104,6 @@ def prefill(
         starts = np.full(len(rows), start, np.int32)
         cache, last = prefill_chunk(model, params, cache, last, state_ids, tokens, starts, lengths)
     return cache, last
-
-
-def checked_slots(cache: RingCache, state_ids: ArrayLike) -> Int32[np.ndarray, " b"]:
-    """State slots as a NumPy array; ValueError for one that the cache does not have."""
-    ids = np.asarray(state_ids)
-    if np.any((ids < 0) | (ids >= cache.slots)):
-        raise ValueError(f"state_ids: expected 0 to {cache.slots - 1}, got {ids.tolist()}")
-    return ids
 
 
 def apply_model(
