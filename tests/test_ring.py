@@ -34,11 +34,14 @@ LAST_POSITION = 2**31 - 1
         ({"prefill_extra_state": True, "prefill_extra_size": 64}, 198),
         ({"yoco_truncation": True, "yoco_keep_tokens": 10}, 134),  # only inside the extra branch
         ({"prefill_extra_state": True, "yoco_keep_tokens": 10}, 262),
+        ({"prefill_extra_state": True, "yoco_truncation": True}, 262),
         ({"prefill_extra_state": True, "yoco_truncation": True, "yoco_keep_tokens": 10}, 272),
     ],
 )
 def test_capacity_is_the_window_plus_the_room_asked_for(arguments, capacity):
     assert RingGeometry.for_drafts(128, **arguments) == RingGeometry(128, capacity)
+    # the smallest window as any other
+    assert RingGeometry.for_drafts(1, **arguments) == RingGeometry(1, capacity - 127)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +60,7 @@ def test_room_for_a_step_and_for_a_rollback(window, capacity, tokens, rollback):
     assert geometry.max_tokens_per_step == tokens
     assert geometry.max_rollback == rollback
     geometry.check_tokens(tokens)
+    geometry.check_tokens(0)
     with pytest.raises(ValueError, match="tokens per step"):
         geometry.check_tokens(tokens + 1)
 
