@@ -15,7 +15,9 @@ from swa_jax.presets import PRESETS
 from swa_jax.ring import RingGeometry, overwritten_visible_rows, store_hazards
 from swa_jax.sizing import format_bytes, ring_cache_bytes, separate_kv_bytes
 
-DRAFT_TOKENS = 5
+WINDOW, DRAFT_TOKENS = 128, 5
+WINDOW_HELP = "rows a query reads, its own included"
+DRAFT_TOKENS_HELP = "most drafts verified in a step; sizes the ring"
 TRACE_LIMIT = 4096  # positions, and tokens of a step: a trace is for reading
 SEPARATE_HEADS, SEPARATE_WIDTH, BFLOAT16_BYTES = 8, 128, 2  # the layout `size` compares with
 
@@ -48,15 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def size(arguments: argparse.Namespace) -> int:
     """Prints the bytes of a cache, beside separate keys and values."""
-    fmt = V41
+    fmt, window, drafts = V41, WINDOW, DRAFT_TOKENS
     if arguments.preset is not None:
         preset = PRESETS[arguments.preset]()
         fmt, arguments.layers = preset.fmt, preset.num_layers
+        window, drafts = preset.layers[0].window, preset.layers[0].draft_tokens
     if arguments.format is not None:
         fmt = FORMATS[arguments.format]
     if arguments.head_dim is not None:
         fmt = fmt.with_width(arguments.head_dim)
-    geometry = RingGeometry.for_drafts(arguments.window, draft_tokens=arguments.draft_tokens)
+    geometry = RingGeometry.for_drafts(
+        window if arguments.window is None else arguments.window,
+        draft_tokens=drafts if arguments.draft_tokens is None else arguments.draft_tokens,
+    )
     layers, slots, context = arguments.layers, arguments.slots, arguments.context
     separate = (1, SEPARATE_HEADS, SEPARATE_WIDTH, context, BFLOAT16_BYTES)
     layer_bytes = {
@@ -214,15 +220,6 @@ def _parser() -> argparse.ArgumentParser:
         "cache weighs, where its rows live.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    window: dict[str, Any] = {
-        "type": _number(1),
-        "default": 128,
-        "help": "rows a query reads, its own included (default: 128)",
-    }
-    draft_tokens: dict[str, Any] = {
-        "type": _number(0),
-        "help": f"most drafts verified in a step; sizes the ring (default: {DRAFT_TOKENS})",
-    }
     command = commands.add_parser(
         "doctor",
         help="versions, devices, and which implementation of each operation runs here",
@@ -239,14 +236,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     model = command.add_mutually_exclusive_group()
     model.add_argument(
-        "--preset", choices=PRESETS, help="layers and row format of this model's window caches"
+        "--preset", choices=PRESETS, help="layers, rows and window of this model's caches"
     )
     model.add_argument("--layers", type=_number(1), default=32, help="layers (default: 32)")
     command.add_argument(
         "--slots", type=_number(1), default=1, help="state slots, one a request (default: 1)"
     )
-    command.add_argument("--window", **window)
-    command.add_argument("--draft-tokens", default=DRAFT_TOKENS, **draft_tokens)
+    command.add_argument(
+        "--window", type=_number(1), help=f"{WINDOW_HELP} (default: the preset's, else {WINDOW})"
+    )
+    command.add_argument(
+        "--draft-tokens",
+        type=_number(0),
+        help=f"{DRAFT_TOKENS_HELP} (default: the preset's, else {DRAFT_TOKENS})",
+    )
     command.add_argument(
         "--format", choices=FORMATS, help="row format (default: the preset's, else V41)"
     )
@@ -265,10 +268,16 @@ def _parser() -> argparse.ArgumentParser:
         description="For each position: the positions it sees, the first and last slot it reads, "
         "the slot it writes. Then the rows that a step from the first position would destroy.",
     )
-    command.add_argument("--window", **window)
+    command.add_argument(
+        "--window", type=_number(1), default=WINDOW, help=f"{WINDOW_HELP} (default: {WINDOW})"
+    )
     room = command.add_mutually_exclusive_group()
     room.add_argument("--capacity", type=_number(1), help="rows of a ring")
-    room.add_argument("--draft-tokens", **draft_tokens)
+    room.add_argument(
+        "--draft-tokens",
+        type=_number(0),
+        help=f"{DRAFT_TOKENS_HELP} (default: {DRAFT_TOKENS})",
+    )
     command.add_argument("--state-id", type=_number(0), default=0, help="state slot (default: 0)")
     command.add_argument(
         "--positions",

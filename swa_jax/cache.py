@@ -146,9 +146,10 @@ class RingCache:
           rows: what an operation made of that view.
 
         Raises:
-          ValueError: the rows are not of this cache's shape, format, geometry or sharding.
+          ValueError: the rows are not of this cache's shape, format, geometry or sharding; or of
+            another layer, where that is known.
         """
-        block, _ = self._place(i)
+        block, start = self._place(i)
         check_rows(rows)
         if (
             rows.data.shape != self.blocks[block].shape
@@ -159,6 +160,11 @@ class RingCache:
                 f"rows: expected {self.geometry.capacity} rows of {self.fmt.row_bytes} bytes "
                 f"({self.fmt.name}) in {self.blocks[block].shape}, got {rows.rows_per_slot} of "
                 f"{rows.fmt.row_bytes} ({rows.fmt.name}) in {rows.data.shape}"
+            )
+        if checks.is_known(start) and checks.is_known(rows.start) and start != rows.start:
+            raise ValueError(
+                f"rows: expected layer {i}, from byte {start} of a slot, got rows from byte "
+                f"{rows.start}"
             )
         if rows.sharding != self.sharding:
             raise ValueError(f"rows: expected sharding {self.sharding}, got {rows.sharding}")

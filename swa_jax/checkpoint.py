@@ -17,7 +17,7 @@ from swa_jax.head_shards import shard_config as shard_config
 from swa_jax.reading import read_regular
 from swa_jax.tensor_files import open_tensors as open_tensors
 from swa_jax.weight_loading import load_leaves
-from swa_jax.weight_names import attention_leaves, decoder_leaves, find_names
+from swa_jax.weight_names import attention_leaves, decoder_leaves, find_names, parameter_name
 from swa_jax.weight_saving import save_decoder as save_decoder
 
 _COMPRESSION = ("compressor.", "indexer.")
@@ -157,17 +157,25 @@ def save_params(
 
     Args:
       path: the file.
-      params: a tree of arrays, without partitioning boxes.
+      params: a tree of arrays; partitioning boxes are taken off.
       metadata: texts to keep in the header.
       dtype: dtype to cast floating arrays of more than one axis to, such as "bfloat16"; vectors
         (norm weights, sinks) stay as they are. None: as they are.
+
+    Raises:
+      ValueError: two parameters have one name, or the dtype is no floating one.
+      OSError: the file cannot be written.
     """
+    if dtype is not None:
+        checks.check_choice("dtype", dtype, ("bfloat16", "float16", "float32"))
     arrays = {}
     for keys, value in jax.tree_util.tree_leaves_with_path(params):
-        name = jax.tree_util.keystr(keys, simple=True, separator=".")
+        name = parameter_name(keys)
         array = np.asarray(jax.device_get(value))
         if dtype is not None and array.ndim > 1 and jnp.issubdtype(array.dtype, jnp.floating):
             array = array.astype(jnp.dtype(dtype))
+        if name in arrays:
+            raise ValueError(f"params: expected a name for each parameter, got {name} twice")
         arrays[name] = np.ascontiguousarray(array)
     write_whole(Path(path), write_safetensors(arrays, metadata or {}))
 

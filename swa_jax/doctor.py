@@ -78,7 +78,8 @@ def _outcome(probe: Callable, implementation: str | None) -> str | None:
 
 
 def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    text = str(error).strip() or "no reason given; JAX's own messages may have it"
+    return f"{type(error).__name__}: {text}".splitlines()[0]
 
 
 def _version(package: str) -> str:

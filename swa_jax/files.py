@@ -108,9 +108,9 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
       OSError: it cannot be written; nothing of it is left.
     """
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+    partial = path.with_name(f".{secrets.token_hex(8)}.partial")  # nobody's, and short
     try:
-        with open_new(partial) as file:
+        with partial.open("xb") as file:
             file.write(data)
         os.replace(partial, path)
     finally:

@@ -23,6 +23,7 @@ from swa_jax.placement import DeviceAxes
 from swa_jax.prefilling import Params, prefill_chunk
 from swa_jax.prompts import Prompt, token_ids
 from swa_jax.reading import read_regular
+from swa_jax.weight_names import parameter_name
 
 _NAME = re.compile(r"(\d+)-[0-9a-f]{64}\.safetensors")
 
@@ -43,7 +44,7 @@ def model_fingerprint(config: DecoderConfig, params: Params) -> str:
     digest = hashlib.sha256(_encode(plain_config(config)))
     for keys, value in jax.tree_util.tree_leaves_with_path(params):
         array = np.asarray(jax.device_get(value))
-        name = jax.tree_util.keystr(keys, simple=True, separator=".")
+        name = parameter_name(keys)
         digest.update(_encode([name, array.dtype.name, array.shape]))
         digest.update(array.tobytes())
     return digest.hexdigest()

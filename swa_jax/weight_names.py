@@ -2,6 +2,9 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jax.tree_util import GetAttrKey, keystr
 
 from swa_jax.attention import parameter_shapes
 from swa_jax.config import AttentionConfig, DecoderConfig
@@ -232,3 +235,14 @@ def _layer_leaves(config: DecoderConfig, names: Names, layer: int) -> list[Leaf]
 
 def _leaf(path: tuple[str, ...], name: str, shape: tuple[int, ...], dtype: str) -> Leaf:
     return Leaf(path, (Part(name, shape),), dtype)
+
+
+def parameter_name(path: tuple[Any, ...]) -> str:
+    """A parameter's path in its tree, joined by dots.
+
+    Args:
+      path: keys, as `jax.tree_util.tree_leaves_with_path` gives them. A partitioning box has its
+        array as an attribute, which is no part of the name.
+    """
+    keys = path[:-1] if path and isinstance(path[-1], GetAttrKey) else path
+    return keystr(keys, simple=True, separator=".")

@@ -17,7 +17,15 @@ from swa_jax.block_scales import BLOCK_SIZES, E4M3, E8M0, quantize, scales_shape
 from swa_jax.config import DecoderConfig
 from swa_jax.files import make_header, open_new
 from swa_jax.tensor_files import INDEX, SINGLE, listed
-from swa_jax.weight_names import HUGGING_FACE, ORIGINAL, Leaf, Names, Part, decoder_leaves
+from swa_jax.weight_names import (
+    HUGGING_FACE,
+    ORIGINAL,
+    Leaf,
+    Names,
+    Part,
+    decoder_leaves,
+    parameter_name,
+)
 
 _CONVENTIONS = {"huggingface": HUGGING_FACE, "original": ORIGINAL}
 # Parameters that stay as they are when the matrices are quantised.
@@ -56,7 +64,7 @@ def save_decoder(
 
     Args:
       directory: where to write; made if there is none. It must hold no such checkpoint.
-      params: {"params": ...} of the decoder, without partitioning boxes.
+      params: {"params": ...} of the decoder; partitioning boxes are taken off.
       config: its configuration.
       names: "huggingface" or "original".
       dtype: of the matrices: "float32", "bfloat16", "e4m3", or None for what each has. "e4m3"
@@ -96,7 +104,7 @@ def _values(params: Mapping[str, Any], leaves: Sequence[Leaf]) -> list[Any]:
         got = sorted(params) if isinstance(params, Mapping) else type(params).__name__
         raise ValueError(f"params: expected {{'params': ...}}, got {got}")
     pairs = jax.tree_util.tree_leaves_with_path(params["params"])
-    found = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in pairs}
+    found = {parameter_name(path): value for path, value in pairs}
     names = [".".join(leaf.path) for leaf in leaves]
     faults = [f"missing {name}" for name in names if name not in found]
     for name, leaf in zip(names, leaves, strict=True):

@@ -155,6 +155,10 @@ def test_layers_of_several_blocks_never_mix(monkeypatch):
         (lambda: empty().layer(True), "layer: expected an integer, got True"),
         (lambda: empty().with_layer(3, empty().layer(0)), "layer: expected 0 to 2, got 3"),
         (
+            lambda: empty().with_layer(1, empty().layer(0)),
+            "rows: expected layer 1, from byte .* of a slot, got rows from byte 0",
+        ),
+        (
             lambda: empty().with_layer(0, empty(slots=5).layer(0)),
             r"rows: expected 5 rows of 33 bytes \(V41\) in \(4, 576\), got 5 of 33",
         ),

@@ -28,10 +28,11 @@ from checkpoint_cases import (
     renamed,
     rounded_to_bfloat16,
 )
+from flax.linen import Partitioned
 from small_models import decoder_params
 
-from swa_jax import block_scales, files, weight_saving
-from swa_jax.checkpoint import load_decoder, save_decoder, save_params
+from swa_jax import block_scales, weight_saving
+from swa_jax.checkpoint import load_decoder, load_params, save_decoder, save_params
 
 
 def parse_file(path):
@@ -273,6 +274,24 @@ def test_a_save_that_fails_leaves_no_file(tmp_path, monkeypatch, failing):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_partitioning_boxes_are_taken_off(tmp_path):
+    config, params = decoder()
+    boxed = jax.tree.map(lambda leaf: Partitioned(leaf, names=(None,) * leaf.ndim), params)
+    save_decoder(tmp_path, boxed, config)
+    equal_trees(load_decoder(tmp_path, config), params)
+    save_params(tmp_path / "tree", boxed["params"])
+    equal_trees(load_params(tmp_path / "tree")[0], params["params"])
+
+
+def test_parameters_of_one_name_and_dtypes_that_lose_them_are_refused(tmp_path):
+    ones = np.ones((2, 2), np.float32)
+    with pytest.raises(ValueError, match=r"expected a name for each parameter, got a.b twice"):
+        save_params(tmp_path / "tree", {"a.b": ones, "a": {"b": ones}})
+    with pytest.raises(ValueError, match=r"dtype: expected .*, got 'int8'"):
+        save_params(tmp_path / "tree", {"a": ones / 2}, dtype="int8")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["write", "replace"])
 def test_a_file_that_cannot_be_written_whole_is_left_as_it_was(tmp_path, monkeypatch, name):
     def fail(*_):
@@ -281,13 +300,14 @@ def test_a_file_that_cannot_be_written_whole_is_left_as_it_was(tmp_path, monkeyp
     path = tmp_path / "params.safetensors"
     save_params(path, {"a": np.float32([1])})
     before = path.read_bytes()
-    if name == "replace":
-        monkeypatch.setattr(os, "replace", fail)
-    else:
-        full = type("Full", (io.BytesIO,), {"write": fail})
-        monkeypatch.setattr(files, "open_new", lambda path: path.touch() or full())
-    with pytest.raises(OSError, match="no space"):
-        save_params(path, {"a": np.float32([2])})
+    with monkeypatch.context() as patch:
+        if name == "replace":
+            patch.setattr(os, "replace", fail)
+        else:
+            full = type("Full", (io.BytesIO,), {"write": fail})
+            patch.setattr(Path, "open", lambda path, mode: path.touch() or full())
+        with pytest.raises(OSError, match="no space"):
+            save_params(path, {"a": np.float32([2])})
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert path.read_bytes() == before
 

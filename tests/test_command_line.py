@@ -10,6 +10,7 @@ import jax
 import pytest
 from quick_compilation import quick_environment
 
+from swa_jax import RingCache, presets
 from swa_jax.__main__ import main
 
 ROOT = Path(__file__).parent.parent
@@ -97,6 +98,17 @@ def test_size_follows_its_options():
     assert figures["ring"] == {"layer_bytes": 192, "request_bytes": 384, "total_bytes": 1152}
     assert figures["separate_kv_window"]["layer_bytes"] == 12_288  # 4096 B a token, 3 tokens
     assert figures["separate_kv_full_context"]["layer_bytes"] == 409_600
+
+
+def test_size_takes_the_window_and_drafts_of_a_preset(capsys, monkeypatch):
+    small = presets.v4_flash().replace_attention(window=64, draft_tokens=10)
+    monkeypatch.setitem(presets.PRESETS, "v4-flash", lambda: small)
+    assert main(["size", "--preset", "v4-flash", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["window"], figures["capacity"]) == (64, 75)
+    assert figures["ring"]["request_bytes"] == RingCache.for_decoder(small, 1).nbytes
+    assert main(["size", "--preset", "v4-flash", "--window", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["capacity"] == 19
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_a_float16_model_computes_in_float32(tmp_path):
 def test_a_link_in_the_way_is_replaced_and_not_followed(tmp_path):
     (tmp_path / "precious").write_text("as it was")
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json.partial").symlink_to(tmp_path / "precious")
+    (tmp_path / "model" / "config.json").symlink_to(tmp_path / "precious")
     write_config(tmp_path / "model", swa.presets.v4_pro())
     assert (tmp_path / "precious").read_text() == "as it was"
     assert not (tmp_path / "model" / "config.json").is_symlink()

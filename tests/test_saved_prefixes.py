@@ -12,6 +12,7 @@ import numpy as np
 import prefix_rebuild
 import prefix_reuse as example
 import pytest
+from flax.linen import Partitioned
 from quick_compilation import quick_environment
 from small_models import attention_config, decoder_config, decoder_params
 
@@ -262,6 +263,8 @@ def test_a_fingerprint_is_the_sha256_of_configuration_and_weights():
     assert model_fingerprint(CONFIG, params) == digest.hexdigest()
     on_device = jax.tree.map(jnp.asarray, params)
     assert model_fingerprint(CONFIG, on_device) == digest.hexdigest()
+    boxed = jax.tree.map(lambda leaf: Partitioned(leaf, names=(None,) * leaf.ndim), params)
+    assert model_fingerprint(CONFIG, boxed) == digest.hexdigest()
     each_layer = dataclasses.replace(CONFIG, attention=CONFIG.layers)
     assert model_fingerprint(each_layer, params) == digest.hexdigest(), "the same model"
 
