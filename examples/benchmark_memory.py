@@ -15,20 +15,13 @@ from benchmark_settings import Settings, filled_rows
 
 import swa_jax as swa
 from pallas_kernels import indexed_attention
+from pallas_kernels.formats import FORMATS
 from swa_jax.decoding import DecodeState, decode_block, decode_step
 from swa_jax.prefilling import prefill_chunk
 from swa_jax.sampling import Sampling
 from swa_jax.sizing import ring_cache_bytes, rows_bytes, separate_kv_bytes
 from swa_jax.speculation import speculate_block
 
-FORMATS = {
-    "V41": swa.V41,
-    "V4": swa.V4,
-    "V32": swa.V32,
-    "BF16": swa.BF16,
-    "F32": swa.F32,
-    "V41_FP4": swa.V41_FP4,
-}
 KV_HEADS, KV_WIDTH = 8, 128  # of a usual cache with separate keys and values, in bfloat16
 SLOTS, REQUESTS = 1024, 2  # state slots and requests of the programs whose copies are counted
 QUICK: Any = {"xla_backend_optimization_level": 0}  # half the time to compile, the same buffers
