@@ -80,6 +80,27 @@ def as_float(name: str, value: Any) -> float:
     raise ValueError(f"{name}: expected a number known when the program is traced, got {value!r}")
 
 
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raises ValueError unless the value is a `kind`; a class is none, whatever it has."""
+    if isinstance(value, type) or not isinstance(value, kind):
+        got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise ValueError(f"{name}: expected {article} {kind.__name__}, got {got}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises ValueError unless the dtype is that of integers or floating numbers."""
+    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    if not (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)):
+        raise ValueError(f"{name}: expected a number, got dtype {dtype}")
+
+
+def check_not_negative(name: str, value: Any) -> None:
+    """Raises ValueError where a known value, or one of an array's, is below 0."""
+    if is_known(value) and np.any(np.asarray(value) < 0):
+        raise ValueError(f"{name}: expected 0 or more, got {np.asarray(value).tolist()}")
+
+
 def check_shape(name: str, value: ArrayLike, expected: Sequence[int | None]) -> None:
     """Raises ValueError unless the shape is `expected`, where None stands for any size."""
     shape = jnp.shape(value)

@@ -295,8 +295,7 @@ def dequantize_rows(
 
 def check_format(fmt: KVCacheFormat) -> None:
     """Raises ValueError unless `fmt` is a token-interleaved KVCacheFormat."""
-    if not isinstance(fmt, KVCacheFormat):
-        raise ValueError(f"fmt: expected a KVCacheFormat, got {type(fmt).__name__}")
+    checks.check_type("fmt", fmt, KVCacheFormat)
     if not fmt.token_interleaved:
         raise ValueError(f"fmt: expected a token-interleaved format, got page-planar {fmt.name}")
 

@@ -126,8 +126,7 @@ def region_bytes(rows_per_slot: int, fmt: KVCacheFormat) -> int:
 
 def check_rows(rows: KVRows, name: str = "rows") -> None:
     """Raises ValueError unless `rows` is a KVRows whose sizes agree."""
-    if not isinstance(rows, KVRows):
-        raise ValueError(f"{name}: expected a KVRows, got {type(rows).__name__}")
+    checks.check_type(name, rows, KVRows)
     check_format(rows.fmt)
     if rows.data.dtype != jnp.uint8 or rows.data.ndim != 2:
         raise ValueError(

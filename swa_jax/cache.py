@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, ArrayLike, Int, Int32, UInt8
@@ -14,7 +15,7 @@ from pallas_kernels.serialization import register_serialization
 from pallas_kernels.storage import check_rows, region_bytes
 from swa_jax.config import DecoderConfig
 from swa_jax.exported import ExportedSlot
-from swa_jax.placement import CacheMemory, DeviceAxes, check_batch
+from swa_jax.placement import CacheMemory, DeviceAxes, check_batch, check_distinct
 from swa_jax.ring import RingGeometry
 
 MAX_BLOCK_BYTES = 2**31 - 1
@@ -69,8 +70,7 @@ class RingCache:
             a layer of more than 2 GiB on a device.
         """
         check_cache_format("fmt", fmt)
-        if not isinstance(geometry, RingGeometry):
-            raise ValueError(f"geometry: expected a RingGeometry, got {type(geometry).__name__}")
+        checks.check_type("geometry", geometry, RingGeometry)
         for name, value in (("slots", slots), ("layers", layers)):
             checks.check_count(name, value)
         parts = DeviceAxes.of(sharding).slot_shards
@@ -190,14 +190,17 @@ class RingCache:
           The new cache.
 
         Raises:
-          ValueError: a wrong shape or dtype.
+          ValueError: a wrong shape or dtype, or known values that name a dst twice.
         """
         src, dst = checks.as_int32("src", src), checks.as_int32("dst", dst)
         checks.check_shape("src", src, (None,))
         checks.check_shape("dst", dst, src.shape)
         fits = (src >= 0) & (src < self.slots) & (dst >= 0)
+        fits &= dst < self.slots
+        if checks.is_known(src, dst):
+            check_distinct("dst", np.asarray(dst)[np.asarray(fits)])
         beyond = self.slots + jnp.arange(dst.shape[0], dtype=jnp.int32)
-        dst = jnp.where(fits & (dst < self.slots), dst, beyond)
+        dst = jnp.where(fits, dst, beyond)
         source = jnp.where(fits, src, 0)
         blocks = tuple(
             block.at[dst].set(block[source], mode="drop", unique_indices=True)
@@ -240,8 +243,7 @@ class RingCache:
         Raises:
           ValueError: another format, geometry, number of layers or width.
         """
-        if not isinstance(exported, ExportedSlot):
-            raise ValueError(f"exported: expected an ExportedSlot, got {type(exported).__name__}")
+        checks.check_type("exported", exported, ExportedSlot)
         for name in ("fmt", "geometry"):
             want, got = getattr(self, name), getattr(exported, name)
             if want != got:
@@ -276,8 +278,7 @@ class RingCache:
         checks.check_shape("next_position", position, ())
         if checks.is_known(b) and not 0 <= b < self.slots:
             raise ValueError(f"b: expected a state slot from 0 to {self.slots - 1}, got {b}")
-        if checks.is_known(position) and position < 0:
-            raise ValueError(f"next_position: expected 0 or more, got {position}")
+        checks.check_not_negative("next_position", position)
         before = jnp.arange(1 - self.geometry.window, 0, dtype=jnp.int32)
         positions = jnp.maximum(position + before, -1)
         return self.geometry.slots(jnp.broadcast_to(b, positions.shape), positions)

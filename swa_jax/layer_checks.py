@@ -58,8 +58,7 @@ def _check_extra(extra, fmt, queries: int) -> None:
                 f"none; dataclasses.replace(config, extra_fmt=None) reads the window only"
             )
         return
-    if not isinstance(extra, ExtraKV):
-        raise ValueError(f"extra: expected an ExtraKV, got {type(extra).__name__}")
+    checks.check_type("extra", extra, ExtraKV)
     if fmt is None:
         raise ValueError("extra: expected none, as extra_fmt is None, got a compressed cache")
     check_rows(extra.rows, "extra.rows")

@@ -125,8 +125,7 @@ def page_bytes(tokens_per_page: int, fmt: KVCacheFormat) -> int:
 
 def check_paged(paged: PagedRows) -> None:
     """Raises ValueError unless `paged` is a PagedRows whose sizes agree."""
-    if not isinstance(paged, PagedRows):
-        raise ValueError(f"paged: expected a PagedRows, got {type(paged).__name__}")
+    checks.check_type("paged", paged, PagedRows)
     dtype = getattr(paged.pages, "dtype", type(paged.pages).__name__)
     shape = np.shape(paged.pages)
     size = page_bytes(paged.tokens_per_page, paged.row_format)

@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Int, Int32
 
 from pallas_kernels import checks
 from pallas_kernels.serialization import register_serialization
+from swa_jax.placement import check_distinct
 from swa_jax.ring import RingGeometry
 
 
@@ -47,9 +48,10 @@ class DecodeMetadata:
           positions: integers[B, T]: consecutive for each request, padding (-1) last.
 
         Raises:
-          ValueError: a wrong shape or dtype; more tokens than the ring holds beside the window;
-            known values that are not consecutive, or give two requests one state slot.
+          ValueError: a wrong type, shape or dtype; more tokens than the ring holds beside the
+            window; known values that are not consecutive, or give two requests one state slot.
         """
+        checks.check_type("geometry", geometry, RingGeometry)
         state_ids, positions = (
             checks.as_int32("state_ids", state_ids),
             checks.as_int32("positions", positions),
@@ -110,12 +112,14 @@ class PrefillMetadata:
           max_tokens: T, the width of the call.
 
         Raises:
-          ValueError: a wrong shape or dtype; known values that are out of range, or give two
-            requests one state slot.
+          ValueError: a wrong type, shape or dtype; more tokens in all than int32 counts; known
+            values that are out of range, or give two requests one state slot.
         """
+        checks.check_type("geometry", geometry, RingGeometry)
         checks.check_count("max_tokens", max_tokens)
         state_ids = checks.as_int32("state_ids", state_ids)
         checks.check_shape("state_ids", state_ids, (None,))
+        _check_size("max_tokens", state_ids.shape[0], max_tokens)
         starts, lengths = checks.as_int32("starts", starts), checks.as_int32("lengths", lengths)
         checks.check_shape("starts", starts, state_ids.shape)
         checks.check_shape("lengths", lengths, state_ids.shape)
@@ -173,8 +177,11 @@ class SequenceMetadata:
           segment_ids: integers[B, T], for rows packed from several sequences.
 
         Raises:
-          ValueError: a wrong shape or dtype.
+          ValueError: a wrong shape or dtype, or more tokens in all than int32 counts.
         """
+        checks.check_integer("batch", batch, 0)
+        checks.check_integer("tokens", tokens, 0)
+        _check_size("tokens", batch, tokens)
         shape = (batch, tokens)
         if positions is None:
             positions = np.broadcast_to(np.arange(tokens, dtype=np.int32), shape)
@@ -190,6 +197,15 @@ class SequenceMetadata:
 
 Metadata = DecodeMetadata | PrefillMetadata | SequenceMetadata
 """Its type says which kind of call it is."""
+
+
+def _check_size(name: str, batch: int, tokens: int) -> None:
+    """Raises ValueError unless int32 counts the tokens of all requests, as their slots lie flat."""
+    if batch * tokens > checks.INT32_MAX:
+        raise ValueError(
+            f"{name}: expected at most {checks.INT32_MAX} tokens in all, got {tokens} for each of "
+            f"{batch} requests"
+        )
 
 
 def _known(*arrays: Any) -> list[np.ndarray] | None:
@@ -210,12 +226,7 @@ def _check_known_values(state_ids, positions) -> None:
             f"positions: expected consecutive positions with padding (-1) last, got "
             f"{places.tolist()}"
         )
-    live = states[real.any(axis=1) & (states >= 0)]
-    if len(np.unique(live)) != len(live):
-        raise ValueError(
-            f"state_ids: expected distinct state slots among requests with tokens, got "
-            f"{states.tolist()}"
-        )
+    check_distinct("state_ids", states, real.any(axis=1) & (states >= 0))
 
 
 def _check_known_chunks(starts, lengths, max_tokens: int) -> None:

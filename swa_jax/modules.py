@@ -258,8 +258,7 @@ class Decoder(nn.Module):
         return extra
 
     def _check_cache(self, cache: RingCache) -> None:
-        if not isinstance(cache, RingCache):
-            raise ValueError(f"cache: expected a RingCache, got {type(cache).__name__}")
+        checks.check_type("cache", cache, RingCache)
         config = self.config
         for name, want, got in (
             ("layers", config.num_layers, cache.layers),

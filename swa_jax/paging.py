@@ -17,6 +17,7 @@ from swa_jax.layouts import (
     load_paged,
     store_paged,
 )
+from swa_jax.placement import check_distinct
 from swa_jax.ring import RingGeometry
 
 
@@ -67,8 +68,7 @@ class PageAddresses:
           ValueError: a wrong shape or dtype; known values that give two requests one state slot,
             or leave a row of the window before next_position without a page.
         """
-        if not isinstance(geometry, RingGeometry):
-            raise ValueError(f"geometry: expected a RingGeometry, got {type(geometry).__name__}")
+        checks.check_type("geometry", geometry, RingGeometry)
         checks.check_count("tokens_per_page", tokens_per_page)
         state_ids = checks.as_int32("state_ids", state_ids)
         checks.check_shape("state_ids", state_ids, (None,))
@@ -167,9 +167,7 @@ def _check_known_values(geometry, state_ids, end, ring_slots, page_slots) -> Non
     states, ends = np.asarray(state_ids), np.asarray(end)
     if np.any(ends < 0):
         raise ValueError(f"next_positions: expected 0 or more, got {ends.tolist()}")
-    live = states[(states >= 0) & (ends > 0)]
-    if len(np.unique(live)) != len(live):
-        raise ValueError(f"state_ids: expected distinct state slots, got {states.tolist()}")
+    check_distinct("state_ids", states, (states >= 0) & (ends > 0))
     lost = (np.asarray(ring_slots) >= 0) & (np.asarray(page_slots) < 0)
     lost[:, : geometry.max_rollback + 1] = False  # outside the window before the next position
     for request, column in np.argwhere(lost)[:1].tolist():

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, ArrayLike, Float32, Int, Int32
+from jaxtyping import Array, ArrayLike, Bool, Float32, Int, Int32
 
 from pallas_kernels import checks
 
@@ -168,6 +168,16 @@ def checked_slots(state_ids: ArrayLike, slots: int) -> Int32[np.ndarray, " b"]:
     if np.any((ids < 0) | (ids >= slots)):
         raise ValueError(f"state_ids: expected 0 to {slots - 1}, got {ids.tolist()}")
     return ids
+
+
+def check_distinct(
+    name: str, ids: Int32[np.ndarray, " b"], counts: Bool[np.ndarray, " b"] | None = None
+) -> None:
+    """Raises ValueError where a state slot stands twice among those that count, by default all."""
+    counted = ids if counts is None else ids[counts]
+    if len(np.unique(counted)) != len(counted):
+        among = "" if counts is None else " among requests with tokens"
+        raise ValueError(f"{name}: expected distinct state slots{among}, got {ids.tolist()}")
 
 
 def first_state_ids(

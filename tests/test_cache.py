@@ -223,6 +223,7 @@ def test_a_snapshot_outlives_the_donation_of_the_cache():
         ([3, 3], [0, 2], [3, 1, 3, 3]),
         ([3, -1, 1, 0], [-1, 2, 0, -1], [1, 1, 2, 3]),  # -1 skips a pair
         ([4, 0], [1, 4], [0, 1, 2, 3]),  # so does a slot outside
+        ([3, -1], [1, 1], [0, 3, 2, 3]),  # what is skipped may name any slot
         ([], [], [0, 1, 2, 3]),
     ],
 )
@@ -252,6 +253,7 @@ def test_slots_of_all_blocks_are_copied(monkeypatch):
         (0, 1, r"src: expected shape \(any\), got \(\)"),
         ([0.0], [1], "src: expected integers"),
         ([0], [True], "dst: expected integers"),
+        ([0, 1, 2], [1, 3, 1], r"dst: expected distinct state slots, got \[1, 3, 1\]"),
     ],
 )
 def test_wrong_slot_lists_are_refused(src, dst, message):
@@ -365,6 +367,11 @@ def test_bytes_that_are_cut_short_are_refused(keep):
     data = filled().export_slot(0, 3).to_bytes()
     with pytest.raises(ValueError, match="expected a whole safetensors file"):
         ExportedSlot.from_bytes(data[:keep])
+
+
+def test_text_is_not_taken_for_bytes():
+    with pytest.raises(ValueError, match="data: expected a bytes, got str"):
+        ExportedSlot.from_bytes("xx")
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,18 @@ def test_requests_without_tokens_or_without_a_slot_may_share_one():
         (lambda: prefill(SMALL, [0], [0], [1], max_tokens=0), "max_tokens: expected an integer"),
         (lambda: prefill(SMALL, [0], [0], [1], max_tokens=True), "max_tokens: expected an integer"),
         (lambda: prefill(SMALL, [0], [0], [1], max_tokens=2.0), "max_tokens: expected an integer"),
+        (lambda: decode(None, [0], [[0]]), "geometry: expected a RingGeometry, got NoneType"),
+        (
+            lambda: prefill(None, [0], [0], [1], max_tokens=1),
+            "geometry: expected a RingGeometry, got NoneType",
+        ),
+        (
+            lambda: prefill(SMALL, [0, 1], [0, 0], [1, 1], max_tokens=2**30),
+            "max_tokens: expected at most 2147483647 tokens in all, got 1073741824 for each of 2",
+        ),
+        (lambda: sequence(1.0, 2), "batch: expected an integer of 0 or more, got 1.0"),
+        (lambda: sequence(1, -2), "tokens: expected an integer of 0 or more, got -2"),
+        (lambda: sequence(1, 2**40), "tokens: expected at most 2147483647 tokens in all"),
         (lambda: sequence(1, 2, [[0.0, 1.0]]), "positions: expected integers"),
         (lambda: sequence(1, 2, [[0, 1, 2]]), r"positions: expected shape \(1, 2\), got \(1, 3\)"),
         (lambda: sequence(1, 2, None, [0, 1]), r"segment_ids: expected shape \(1, 2\)"),
