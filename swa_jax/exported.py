@@ -57,6 +57,7 @@ class ExportedSlot:
           ValueError: the bytes are cut short, changed or something else, or the rows are of
             another model.
         """
+        checks.check_type("data", data, bytes)
         return cls.from_tensors(*read_safetensors(data, "exported slot"), model)
 
     def to_tensors(self, model: str = "") -> tuple[dict[str, np.ndarray], dict[str, str]]:

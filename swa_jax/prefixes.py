@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +85,10 @@ class PrefixStore:
           The file.
 
         Raises:
-          ValueError: another number of tokens than exported.next_position, or none.
+          ValueError: no exported slot, another number of tokens than its next_position, or none.
         """
         tokens = _checked_tokens(tokens)
+        checks.check_type("exported", exported, ExportedSlot)
         if len(tokens) != int(exported.next_position):
             raise ValueError(
                 f"tokens: expected {int(exported.next_position)}, exported.next_position, got "
@@ -205,6 +206,8 @@ def prefill_from_prefixes(
             f"cache: expected state slots that are not split, as one request goes in at a time, "
             f"got {cache.sharding}"
         )
+    checks.check_type("store", store, PrefixStore)
+    checks.check_type("save_at", save_at, Iterable)
     for position in save_at:
         checks.check_count("save_at", position)
     state_ids = np.full(1, slot, np.int32)

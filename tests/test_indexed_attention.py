@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -609,6 +610,13 @@ def test_indices_and_lengths_may_be_integers_of_any_kind(dtype, implementation):
 SMALL = KVRows.create(2, 3, V41.with_width(64))
 
 
+def test_a_query_of_numpys_own_dtype_is_taken_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out, _ = pallas_kernels.indexed_attention(np.ones((1, 2, 64)), SMALL, [[0]])
+    assert out.dtype == jnp.zeros((), jnp.result_type(float)).dtype
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -644,6 +652,8 @@ SMALL = KVRows.create(2, 3, V41.with_width(64))
         ({"cos": jnp.zeros((4, 3)), "sin": jnp.zeros((4, 2))}, "cos, sin: expected the same shape"),
         ({"cos": jnp.zeros((4, 33)), "sin": jnp.zeros((4, 33))}, "at most 32 pairs"),
         ({"cos": jnp.zeros((3, 3)), "sin": jnp.zeros((3, 3))}, r"\(4, any\), got \(3, 3\)"),
+        ({"scale": "1"}, "scale: expected a number, got dtype <U1"),
+        ({"scale": True}, "scale: expected a number, got dtype bool"),
         ({"pairing": "half"}, "pairing: expected one of .*, got 'half'"),
         ({"output_format": V41}, "output_format: expected rows of 64 values, got 512"),
         ({"output_format": "V41"}, "fmt: expected a KVCacheFormat, got str"),

@@ -86,11 +86,11 @@ def indexed_attention(
     """
     checks.check_floating("q", q)
     checks.check_shape("q", q, (None, None, None))
+    q = jnp.asarray(q, jax.dtypes.canonicalize_dtype(q.dtype))
     n, heads, width = q.shape
     indices, lengths = _check_cache("rows", rows, indices, lengths, n, width)
     if extra is not None:
-        if not isinstance(extra, ExtraKV):
-            raise ValueError(f"extra: expected an ExtraKV, got {type(extra).__name__}")
+        checks.check_type("extra", extra, ExtraKV)
         extra = ExtraKV(
             extra.rows,
             *_check_cache("extra.rows", extra.rows, extra.indices, extra.lengths, n, width),
@@ -114,6 +114,7 @@ def indexed_attention(
     if query_norm_eps is not None:
         query_norm_eps = checks.as_float("query_norm_eps", query_norm_eps)
     factor = width**-0.5 if scale is None else scale
+    checks.check_number("scale", factor)
     checks.check_shape("scale", factor, ())
     factor = jnp.asarray(factor, jnp.float32)
     return OPERATION(
