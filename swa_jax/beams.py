@@ -130,7 +130,7 @@ def beam_search(
     ):
         checks.check_count(name, value)
     stops, power = checked_stops(model, stop_tokens), checked_alpha(alpha, max_new_tokens)
-    cache, last, length = prefill_first(model, params, prompt, beams, prefill_chunk)
+    cache, last, length = prefill_first(model, params, prompt, beams, prefill_chunk, max_new_tokens)
     state = _begin_beams(
         model,
         params,

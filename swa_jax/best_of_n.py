@@ -22,7 +22,7 @@ from swa_jax.decoding import decode_step
 from swa_jax.modules import Decoder
 from swa_jax.prefilling import Params
 from swa_jax.prompts import Prompt
-from swa_jax.sampling import Sampling, sample
+from swa_jax.sampling import Sampling, checked_sampling, sample
 
 
 def best_of(
@@ -70,8 +70,10 @@ def best_of(
         checks.check_count(name, value)
     stops, power = checked_stops(model, stop_tokens), checked_alpha(alpha, max_new_tokens)
     sampling = Sampling.build(samples, temperature=1.0) if sampling is None else sampling
-    checks.check_shape("sampling.temperature", sampling.temperature, (samples,))
-    cache, last, length = prefill_first(model, params, prompt, samples, prefill_chunk)
+    sampling = checked_sampling(sampling, samples)
+    cache, last, length = prefill_first(
+        model, params, prompt, samples, prefill_chunk, max_new_tokens
+    )
     state, first = _begin_samples(model, params, cache, last, length, stops, sampling)
     drawn = [jax.tree.map(lambda new: np.asarray(new)[None], first)]
     done = 1

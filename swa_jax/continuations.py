@@ -10,7 +10,7 @@ from pallas_kernels import checks
 from swa_jax.cache import RingCache
 from swa_jax.modules import Decoder
 from swa_jax.prefilling import Params, prefill
-from swa_jax.prompts import Prompt, token_ids
+from swa_jax.prompts import Prompt, stop_token_ids, token_ids, token_limits
 
 
 class Continuation(NamedTuple):
@@ -30,7 +30,7 @@ class Continuation(NamedTuple):
 
 
 def prefill_first(
-    model: Decoder, params: Params, prompt: Prompt, slots: int, chunk: int
+    model: Decoder, params: Params, prompt: Prompt, slots: int, chunk: int, max_new_tokens: int
 ) -> tuple[RingCache, Float[Array, "1 hidden"], Int32[np.ndarray, ""]]:
     """A cache with the prompt in the first of some slots.
 
@@ -40,14 +40,16 @@ def prefill_first(
       prompt: token ids of one request, or bytes.
       slots: how many the cache has.
       chunk: as of `prefill`.
+      max_new_tokens: that follow the prompt.
 
     Returns:
       The cache; the hidden state of the prompt's last token; and the prompt's length.
 
     Raises:
-      ValueError: as `prefill`.
+      ValueError: as `prefill`, or positions that int32 does not hold.
     """
     tokens = token_ids(model, "prompt", prompt)
+    token_limits(max_new_tokens, [len(tokens)])
     config = model.config
     cache = RingCache.for_decoder(config, slots)
     cache, last = prefill(model, params, cache, np.zeros(1, np.int32), [tokens], chunk=chunk)
@@ -56,9 +58,7 @@ def prefill_first(
 
 def checked_stops(model: Decoder, stop_tokens: Sequence[int]) -> Int32[np.ndarray, " n"]:
     """The stop tokens, each once; ValueError for what is no token id."""
-    if not len(stop_tokens):
-        return np.zeros(0, np.int32)
-    return np.unique(token_ids(model, "stop_tokens", stop_tokens))
+    return np.unique(stop_token_ids(model, stop_tokens))
 
 
 def checked_alpha(alpha: float, max_new_tokens: int) -> float:

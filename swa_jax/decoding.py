@@ -17,6 +17,7 @@ from swa_jax.cache import RingCache
 from swa_jax.metadata import DecodeMetadata
 from swa_jax.modules import Decoder
 from swa_jax.placement import (
+    check_distinct,
     check_places,
     checked_slots,
     first_state_ids,
@@ -24,8 +25,8 @@ from swa_jax.placement import (
     replicate,
 )
 from swa_jax.prefilling import Params, apply_model, prefill
-from swa_jax.prompts import Prompt, token_ids, token_limits
-from swa_jax.sampling import Sampling, sample
+from swa_jax.prompts import Prompt, all_token_ids, stop_token_ids, token_limits
+from swa_jax.sampling import Sampling, checked_sampling, sample
 
 
 @register_serialization
@@ -210,16 +211,16 @@ def begin(
       The requests, each at the position after its prompt, int32[B] each.
 
     Raises:
-      ValueError: as `prefill`, or too few slots, a limit below 1, settings of another number of
-        requests, or a stop token out of range.
+      ValueError: as `prefill`, or too few slots, a limit below 1 or beyond int32 positions,
+        settings of another number of requests or out of range, or a stop token out of range.
     """
-    batch = len(prompts)
-    state_ids = first_state_ids(cache.sharding, cache.slots, batch)
-    limits, stops = _settings(model, batch, max_new_tokens, sampling, stop_tokens)
-    cache, last = prefill(model, params, cache, state_ids, prompts, chunk=chunk)
+    prompts = all_token_ids(model, prompts)
+    state_ids = first_state_ids(cache.sharding, cache.slots, len(prompts))
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    settings = checked_settings(model, lengths, max_new_tokens, sampling, stop_tokens)
+    cache, last = prefill(model, params, cache, state_ids, prompts, chunk=chunk)
     oldest = np.zeros_like(lengths)
-    return _begin(model, params, cache, last, state_ids, lengths, oldest, limits, stops, sampling)
+    return _begin(model, params, cache, last, state_ids, lengths, oldest, *settings)
 
 
 def begin_prefilled(
@@ -263,11 +264,10 @@ def begin_prefilled(
     for name, value in zip(given, (state_ids, lengths, oldest), strict=True):
         checks.check_shape(name, value, (batch,))
     ids = checked_slots(state_ids, cache.slots)
-    if len(np.unique(ids)) < batch:
-        raise ValueError(f"state_ids: expected distinct state slots, got {ids.tolist()}")
+    check_distinct("state_ids", ids)
     check_places(cache.sharding, cache.slots, ids)
-    limits, stops = _settings(model, batch, max_new_tokens, sampling, stop_tokens)
-    return _begin(model, params, cache, last, state_ids, lengths, oldest, limits, stops, sampling)
+    settings = checked_settings(model, lengths, max_new_tokens, sampling, stop_tokens)
+    return _begin(model, params, cache, last, state_ids, lengths, oldest, *settings)
 
 
 def rollback(state: DecodeState, positions: ArrayLike, tokens: ArrayLike) -> DecodeState:
@@ -285,14 +285,15 @@ def rollback(state: DecodeState, positions: ArrayLike, tokens: ArrayLike) -> Dec
       The new state; the old one stays valid until it is donated.
 
     Raises:
-      ValueError: a position later than the present one, or farther back than the ring holds: more
-        than capacity - window before the highest position stored, or before rows that were
-        imported. A snapshot or a new prefill reaches those.
+      ValueError: a token below 0, a position later than the present one, or farther back than the
+        ring holds: more than capacity - window before the highest position stored, or before rows
+        that were imported. A snapshot or a new prefill reaches those.
     """
     positions = checks.as_int32("positions", positions)
     tokens = checks.as_int32("tokens", tokens)
     for name, value in (("positions", positions), ("tokens", tokens)):
         checks.check_shape(name, value, state.positions.shape)
+    checks.check_not_negative("tokens", tokens)
     geometry = state.cache.geometry
     new, now = np.asarray(positions), np.asarray(state.positions)
     lowest = np.asarray(state.highest) - geometry.max_rollback
@@ -317,13 +318,32 @@ def settled(state: DecodeState) -> DecodeState:
     return dataclasses.replace(state, **replicate(rest, cache.sharding))
 
 
-def _settings(model, batch, max_new_tokens, sampling, stop_tokens):
-    """Limits [B] and stop tokens [B, n] of B requests, all settings checked."""
-    limits = token_limits(max_new_tokens, batch)
-    checks.check_shape("sampling.temperature", sampling.temperature, (batch,))
-    ends = token_ids(model, "stop_tokens", stop_tokens) if len(stop_tokens) else ()
-    stops = np.broadcast_to(np.asarray([-1, *ends], np.int32), (batch, 1 + len(ends)))
-    return limits, stops
+def checked_settings(
+    model: Decoder,
+    lengths: Sequence[int] | ArrayLike,
+    max_new_tokens: int | Sequence[int],
+    sampling: Sampling,
+    stop_tokens: Sequence[int],
+) -> tuple[Int32[np.ndarray, " b"], Int32[np.ndarray, "b n"], Sampling]:
+    """How B requests decode, as arrays.
+
+    Args:
+      model: the decoder.
+      lengths: integers[B], tokens of the prompts.
+      max_new_tokens: as in `begin`, and so are the others.
+      sampling: how tokens are chosen.
+      stop_tokens: token ids that end a request.
+
+    Returns:
+      The limits; the stop tokens of each request, the first -1; and the settings.
+
+    Raises:
+      ValueError: as `begin`.
+    """
+    limits = token_limits(max_new_tokens, lengths)
+    ends = stop_token_ids(model, stop_tokens)
+    stops = np.broadcast_to(np.asarray([-1, *ends], np.int32), (len(limits), 1 + len(ends)))
+    return limits, stops, checked_sampling(sampling, len(limits))
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")

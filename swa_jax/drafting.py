@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from swa_jax.prompts import Prompt, token_ids
 from swa_jax.sampling import sample
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes tokens. Hashable: it is a static argument of the jitted loop.
 
@@ -188,8 +189,7 @@ class ModelDrafter:
     model: Decoder
 
     def __post_init__(self):
-        if not isinstance(self.model, Decoder):
-            raise ValueError(f"model: expected a Decoder, got {type(self.model).__name__}")
+        checks.check_type("model", self.model, Decoder)
 
     def begin(
         self,

@@ -9,12 +9,12 @@ from tqdm import tqdm
 
 from pallas_kernels import checks
 from swa_jax.cache import RingCache
-from swa_jax.decoding import DecodeState, begin, decode_block
+from swa_jax.decoding import DecodeState, begin, checked_settings, decode_block
 from swa_jax.drafting import Drafter, NGramDrafter
 from swa_jax.modules import Decoder
 from swa_jax.placement import DeviceAxes, check_batch
 from swa_jax.prefilling import Params
-from swa_jax.prompts import Prompt, token_limits
+from swa_jax.prompts import Prompt, all_token_ids, token_limits
 from swa_jax.sampling import Sampling
 from swa_jax.speculation import check_draft_tokens, speculate_block
 
@@ -34,7 +34,7 @@ def stream(
     prefill_chunk: int = 256,
     sharding: NamedSharding | None = None,
 ) -> Iterator[list[list[int]]]:
-    """Generates text block by block.
+    """Generates text block by block. Arguments are checked in the call, and work begins later.
 
     Args:
       model: the decoder.
@@ -56,49 +56,56 @@ def stream(
       The new tokens of each request, after the prefill and after each block.
 
     Raises:
-      ValueError: an empty prompt, a token id or a limit out of range, more drafts than the ring
-        has room for, or a drafter without draft_tokens.
+      ValueError: an empty prompt, a token id, a limit or a setting out of range, more drafts than
+        the ring has room for, a drafter without draft_tokens, or variables without their drafter.
     """
     checks.check_count("block_steps", block_steps)
-    if len(prompts) == 0:
-        raise ValueError("prompts: expected at least one prompt, got none")
-    check_batch("prompts", len(prompts), DeviceAxes.of(sharding).slot_shards)
-    config = model.config
-    check_draft_tokens(config.geometry, draft_tokens)
+    checks.check_count("prefill_chunk", prefill_chunk)
+    rows = all_token_ids(model, prompts)
+    check_batch("prompts", len(rows), DeviceAxes.of(sharding).slot_shards)
+    sampling = Sampling.build(len(rows)) if sampling is None else sampling
+    checked_settings(model, [len(row) for row in rows], max_new_tokens, sampling, stop_tokens)
+    check_draft_tokens(model.config.geometry, draft_tokens)
     if draft_tokens == 0 and (drafter is not None or drafter_params is not None):
         raise ValueError("draft_tokens: expected 1 or more with a drafter, got 0")
-    cache = RingCache.for_decoder(config, len(prompts), sharding)
-    state = begin(
-        model,
-        params,
-        cache,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        sampling=Sampling.build(len(prompts)) if sampling is None else sampling,
-        stop_tokens=stop_tokens,
-        chunk=prefill_chunk,
-    )
-    if draft_tokens == 0:
-        yield first_tokens(state)
-        for _, new in go_on(model, params, state, block_steps=block_steps):
-            yield new
-        return
+    if drafter is None and drafter_params is not None:
+        raise ValueError("drafter_params: expected none without a drafter, got some")
     drafter = NGramDrafter() if drafter is None else drafter
-    memory = drafter.begin(model, drafter_params, prompts, state, draft_tokens=draft_tokens)
-    yield first_tokens(state)
-    steps = max(1, block_steps // (draft_tokens + 1))
-    while _unfinished(state):
-        state, memory, tokens, _ = speculate_block(
+    checks.check_type("drafter", drafter, Drafter)
+
+    def blocks() -> Iterator[list[list[int]]]:
+        state = begin(
             model,
             params,
-            state,
-            drafter,
-            drafter_params,
-            memory,
-            steps=steps,
-            draft_tokens=draft_tokens,
+            RingCache.for_decoder(model.config, len(rows), sharding),
+            rows,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop_tokens=stop_tokens,
+            chunk=prefill_chunk,
         )
-        yield _of_requests(tokens)
+        if draft_tokens == 0:
+            yield first_tokens(state)
+            for _, new in go_on(model, params, state, block_steps=block_steps):
+                yield new
+            return
+        memory = drafter.begin(model, drafter_params, rows, state, draft_tokens=draft_tokens)
+        yield first_tokens(state)
+        steps = max(1, block_steps // (draft_tokens + 1))
+        while _unfinished(state):
+            state, memory, tokens, _ = speculate_block(
+                model,
+                params,
+                state,
+                drafter,
+                drafter_params,
+                memory,
+                steps=steps,
+                draft_tokens=draft_tokens,
+            )
+            yield _of_requests(tokens)
+
+    return blocks()
 
 
 def generate(
@@ -139,8 +146,7 @@ def generate(
       The new tokens of each request, without prompt and stop token.
 
     Raises:
-      ValueError: an empty prompt, a token id or a limit out of range, more drafts than the ring
-        has room for, or a drafter without draft_tokens.
+      ValueError: as `stream`.
     """
     blocks = stream(
         model,
@@ -156,7 +162,8 @@ def generate(
         prefill_chunk=prefill_chunk,
         sharding=sharding,
     )
-    total = int(token_limits(max_new_tokens, len(prompts)).sum(dtype=np.int64))
+    lengths = [len(prompt) for prompt in prompts]
+    total = int(token_limits(max_new_tokens, lengths).sum(dtype=np.int64))
     results: list[list[int]] = [[] for _ in prompts]
     with tqdm(total=total, unit="token", disable=not progress) as bar:
         for block in blocks:

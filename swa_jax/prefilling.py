@@ -14,7 +14,7 @@ from swa_jax.cache import RingCache
 from swa_jax.metadata import DecodeMetadata, PrefillMetadata
 from swa_jax.modules import Decoder
 from swa_jax.placement import check_places, checked_slots, replicate, replicated
-from swa_jax.prompts import Prompt, token_ids
+from swa_jax.prompts import Prompt, all_token_ids
 
 Params = Any
 """A module's variables, {"params": ...}."""
@@ -82,11 +82,7 @@ def prefill(
       ValueError: no prompt, an empty one, or token ids out of range.
     """
     checks.check_count("chunk", chunk)
-    if isinstance(prompts, bytes | str):
-        raise ValueError("prompts: expected a list of prompts, got one")
-    rows = [token_ids(model, f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
-    if not rows:
-        raise ValueError("prompts: expected at least one prompt, got none")
+    rows = all_token_ids(model, prompts)
     state_ids = checks.as_int32("state_ids", state_ids)
     checks.check_shape("state_ids", state_ids, (len(rows),))
     ids = checked_slots(state_ids, cache.slots)

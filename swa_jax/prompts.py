@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import ArrayLike, Int32
 
 from pallas_kernels import checks
 from swa_jax.modules import Decoder
@@ -37,19 +37,53 @@ def token_ids(model: Decoder, name: str, values: Prompt) -> Int32[np.ndarray, " 
     return row.astype(np.int32)
 
 
-def token_limits(max_new_tokens: int | Sequence[int], batch: int) -> Int32[np.ndarray, " b"]:
+def all_token_ids(model: Decoder, prompts: Sequence[Prompt]) -> list[Int32[np.ndarray, " n"]]:
+    """Token ids of prompts, checked.
+
+    Args:
+      model: the decoder; its vocabulary sets the range.
+      prompts: at least one.
+
+    Returns:
+      int32[n] for each.
+
+    Raises:
+      ValueError: it is no sequence of prompts, there is none, or as `token_ids`.
+    """
+    many = isinstance(prompts, Sequence) or getattr(prompts, "ndim", 0) > 0
+    if isinstance(prompts, bytes | str) or not many:
+        raise ValueError(f"prompts: expected a list of prompts, got {type(prompts).__name__}")
+    if len(prompts) == 0:
+        raise ValueError("prompts: expected at least one prompt, got none")
+    return [token_ids(model, f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
+
+
+def stop_token_ids(model: Decoder, stop_tokens: Sequence[int]) -> Int32[np.ndarray, " n"]:
+    """Stop tokens as an array, none or more; ValueError for what is no sequence of token ids."""
+    if not isinstance(stop_tokens, bytes | str) and np.ndim(stop_tokens) == 0:
+        raise ValueError(f"stop_tokens: expected a sequence of token ids, got {stop_tokens!r}")
+    if len(stop_tokens) == 0:
+        return np.zeros(0, np.int32)
+    return token_ids(model, "stop_tokens", stop_tokens)
+
+
+def token_limits(
+    max_new_tokens: int | Sequence[int], lengths: Sequence[int] | ArrayLike
+) -> Int32[np.ndarray, " b"]:
     """Tokens to choose for each request, from one number for all or one for each.
 
     Args:
       max_new_tokens: 1 or more.
-      batch: B, number of requests.
+      lengths: integers[B], tokens of each prompt.
 
     Returns:
       int32[B].
 
     Raises:
-      ValueError: not integers of 1 or more, or not B of them.
+      ValueError: not integers of 1 or more, not B of them, or positions that int32 does not hold.
     """
+    before = np.asarray(lengths, np.int64)
+    batch = len(before)
     limits = np.asarray(max_new_tokens)
     fits = limits.dtype.kind in "iu" and limits.shape in ((), (batch,))
     if not fits or np.any((limits < 1) | (limits > checks.INT32_MAX)):
@@ -57,4 +91,10 @@ def token_limits(max_new_tokens: int | Sequence[int], batch: int) -> Int32[np.nd
             f"max_new_tokens: expected an integer of 1 or more, or {batch} of them, got "
             f"{max_new_tokens!r}"
         )
-    return np.broadcast_to(limits, (batch,)).astype(np.int32)
+    limits = np.broadcast_to(limits, (batch,)).astype(np.int32)
+    for i in np.flatnonzero(before + limits > checks.INT32_MAX)[:1]:
+        raise ValueError(
+            f"max_new_tokens: expected positions within int32, got {limits[i]} after a prompt of "
+            f"{before[i]}"
+        )
+    return limits

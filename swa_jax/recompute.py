@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import checks
 from swa_jax.cache import RingCache
 from swa_jax.decoding import replay
 from swa_jax.modules import Decoder
 from swa_jax.prefilling import Params, prefill
 from swa_jax.prompts import Prompt, token_ids
-from swa_jax.sampling import Sampling, allowed_tokens, perturbed_scores
+from swa_jax.sampling import Sampling, allowed_tokens, checked_sampling, perturbed_scores
 
 TIE_TOLERANCE = 2e-2
 """Scores closer than this share of the largest logit (divided by the temperature) are a tie."""
@@ -60,8 +59,7 @@ def compare_with_recompute(
     Raises:
       ValueError: prompt or tokens are empty or out of range, or settings of several requests.
     """
-    sampling = Sampling.build(1) if sampling is None else sampling
-    checks.check_shape("sampling.temperature", sampling.temperature, (1,))
+    sampling = checked_sampling(Sampling.build(1) if sampling is None else sampling, 1)
     sequence = np.concatenate(
         [token_ids(model, "prompt", prompt), token_ids(model, "tokens", tokens)]
     )

@@ -1,6 +1,7 @@
 """Samplers: vocabulary scores into token ids, each request with its own settings and key."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,16 +52,16 @@ class Sampling:
           keys: B keys of `jax.random.key`; by default folded from key 0.
 
         Raises:
-          ValueError: a wrong shape or a known value out of range.
+          ValueError: a batch below 1, a wrong shape or a known value out of range.
         """
+        checks.check_count("batch", batch)
         temperature = _per_request("temperature", batch, temperature, 0.0, np.inf)
         top_p = _per_request("top_p", batch, top_p, np.finfo(np.float32).tiny, 1.0)
         top_k = checks.as_int32("top_k", top_k)
         if top_k.ndim == 0:
             top_k = jnp.broadcast_to(top_k, (batch,))
         checks.check_shape("top_k", top_k, (batch,))
-        if checks.is_known(top_k) and np.any(np.asarray(top_k) < 0):
-            raise ValueError(f"top_k: expected 0 or more, got {np.asarray(top_k).tolist()}")
+        checks.check_not_negative("top_k", top_k)
         if keys is None:
             keys = request_keys(jax.random.key(0), batch)
         dtype, shape = getattr(keys, "dtype", None), getattr(keys, "shape", None)
@@ -78,6 +79,28 @@ class Sampling:
           count: tokens of each request.
         """
         return jax.tree.map(lambda leaf: jnp.repeat(leaf, count, axis=0), self)
+
+
+def checked_sampling(sampling: Sampling, batch: int, key_type: Any = None) -> Sampling:
+    """Settings of B requests as `Sampling.build` makes them; `dataclasses.replace` checks nothing.
+
+    Args:
+      sampling: settings.
+      batch: B.
+      key_type: the dtype that the keys must have; None: of any keys.
+
+    Raises:
+      ValueError: another type or number of requests, or a known value out of range.
+    """
+    checks.check_type("sampling", sampling, Sampling)
+    fields = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(Sampling)}
+    try:
+        built = Sampling.build(batch, **fields)
+    except ValueError as error:
+        raise ValueError(f"sampling.{error}") from None
+    if key_type is not None and built.keys.dtype != key_type:
+        raise ValueError(f"sampling.keys: expected {key_type}, got {built.keys.dtype}")
+    return built
 
 
 def request_keys(key: Key[Array, ""], batch: int) -> Key[Array, " b"]:

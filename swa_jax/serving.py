@@ -15,9 +15,9 @@ from swa_jax.cache import RingCache
 from swa_jax.decoding import decode_block
 from swa_jax.modules import Decoder
 from swa_jax.prefilling import Params, prefill_chunk
-from swa_jax.prompts import token_ids, token_limits
+from swa_jax.prompts import stop_token_ids, token_ids, token_limits
 from swa_jax.requests import Finish, Request, Result
-from swa_jax.sampling import Sampling
+from swa_jax.sampling import Sampling, checked_sampling
 from swa_jax.slots import Slots
 
 
@@ -102,21 +102,17 @@ class Server:
             requests, or more stop tokens than the pool has room for.
         """
         arrived = time.perf_counter()
+        checks.check_type("request", request, Request)
         prompt = token_ids(self._model, "prompt", request.prompt)
-        limit = int(token_limits(request.max_new_tokens, 1)[0])
-        if len(prompt) + limit > checks.INT32_MAX:
-            raise ValueError(
-                f"max_new_tokens: expected positions within int32, got {limit} after a prompt of "
-                f"{len(prompt)}"
-            )
-        sampling = self._greedy if request.sampling is None else request.sampling
-        _check_sampling(sampling, self._greedy)
+        limit = int(token_limits(request.max_new_tokens, [len(prompt)])[0])
+        sampling = self._greedy
+        if request.sampling is not None:  # put beside others' by admission: keys of one type
+            sampling = checked_sampling(request.sampling, 1, self._greedy.keys.dtype)
         stops = np.full(self.state.stop_tokens.shape[1], -1, np.int32)
-        count = len(request.stop_tokens)
-        if count > len(stops):
-            raise ValueError(f"stop_tokens: expected at most {len(stops)}, got {count}")
-        if count:
-            stops[:count] = token_ids(self._model, "stop_tokens", request.stop_tokens)
+        ends = stop_token_ids(self._model, request.stop_tokens)
+        if len(ends) > len(stops):
+            raise ValueError(f"stop_tokens: expected at most {len(stops)}, got {len(ends)}")
+        stops[: len(ends)] = ends
         number, self._submitted = self._submitted, self._submitted + 1
         self._waiting.append(_Job(number, request, prompt, limit, sampling, stops, arrived))
 
@@ -268,10 +264,13 @@ def serve(
 ) -> Iterator[Result]:
     """Decodes requests, many at once, and yields each as it finishes.
 
+    The requests are submitted, and so checked, in the call; steps are made as results are asked
+    for.
+
     Args:
       model: the decoder.
       params: its variables.
-      requests: what to continue. All are submitted before the first step.
+      requests: what to continue.
       slots: as of `Server`, and so are the others.
       block_steps: tokens per request between two words to the host.
       chunk: tokens of a prompt in one call of prefill.
@@ -293,23 +292,15 @@ def serve(
         prefill_lanes=prefill_lanes,
         max_stop_tokens=max_stop_tokens,
     )
+    checks.check_type("requests", requests, Iterable)
     for request in requests:
         server.submit(request)
+    return _results(server)
+
+
+def _results(server: Server) -> Iterator[Result]:
     while server.pending:
         yield from server.step()
-
-
-def _check_sampling(sampling: Sampling, like: Sampling) -> None:
-    """Raises ValueError unless the settings are of one request, as admission needs them."""
-    if not isinstance(sampling, Sampling):
-        raise ValueError(f"sampling: expected a Sampling, got {type(sampling).__name__}")
-    for field in dataclasses.fields(sampling):
-        want, got = (getattr(one, field.name) for one in (like, sampling))
-        if (want.shape, want.dtype) != (got.shape, got.dtype):
-            raise ValueError(
-                f"sampling.{field.name}: expected {want.dtype}{want.shape}, got "
-                f"{got.dtype}{got.shape}"
-            )
 
 
 @dataclasses.dataclass(eq=False)

@@ -78,9 +78,11 @@ def speculate_block(
       wherever there is none; and the counts of this block.
 
     Raises:
-      ValueError: more drafts than the ring has room for, or other drafts than int32[B, k].
+      ValueError: no drafter, more drafts than the ring has room for, or other drafts than
+        int32[B, k].
     """
     check_draft_tokens(state.cache.geometry, draft_tokens)
+    checks.check_type("drafter", drafter, Drafter)
 
     # The settings of each position's token: once a block and not in every step.
     every = state.sampling.repeat(draft_tokens + 1)

@@ -1,5 +1,6 @@
 """Beam search and the best of samples: brute force, a plain beam search, forks, programs."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -302,6 +303,13 @@ def test_samples_are_those_of_a_recompute_with_the_models_own_log_probabilities(
         (beam_search, {"block_steps": 0}, "block_steps: expected an integer of 1 or more, got 0"),
         (beam_search, {"alpha": -0.5}, "alpha: expected a number of 0 or more, got -0.5"),
         (beam_search, {"alpha": float("nan")}, "alpha: expected a number of 0 or more, got nan"),
+        (beam_search, {"max_new_tokens": 2**31}, "max_new_tokens: expected .* got 2147483648"),
+        (best_of, {"max_new_tokens": 2**31 - 1}, "positions within int32, got 2147483647 after a"),
+        (
+            best_of,
+            {"sampling": dataclasses.replace(swa.Sampling.build(3), top_k=np.int32([3]))},
+            r"sampling.top_k: expected shape \(3\), got \(1,\)",
+        ),
         (beam_search, {"stop_tokens": [6]}, "stop_tokens: expected token ids from 0 to 5"),
         (beam_search, {"prompt": []}, "prompt: expected at least one token"),
         (beam_search, {"prompt": [6]}, "prompt: expected token ids from 0 to 5"),

@@ -146,7 +146,7 @@ def test_a_scale_is_one_number():
 
 @pytest.mark.parametrize(
     ("prompts", "message"),
-    [(b"abc", "expected a list of prompts, got one"), (["abc"], "token ids or bytes, got text")],
+    [(b"abc", "expected a list of prompts, got bytes"), (["abc"], "token ids or bytes, got text")],
 )
 def test_text_is_not_taken_for_tokens(prompts, message):
     model, params = swa.Decoder(DECODER), decoder_params(DECODER)

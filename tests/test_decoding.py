@@ -503,6 +503,7 @@ def test_rollback_refuses_positions_whose_window_was_never_stored(advanced):
         ([1, 2], [1, 2, 3], r"positions: expected shape \(3\), got \(2,\)"),
         ([1, 2, 3], 1, r"tokens: expected shape \(3\), got \(\)"),
         ([1.0, 2.0, 3.0], [1, 2, 3], "positions: expected integers, got dtype float"),
+        ([1, 2, 3], [1, -7, 3], r"tokens: expected 0 or more, got \[1, -7, 3\]"),
     ],
 )
 def test_rollback_refuses_misshapen_arguments(advanced, positions, tokens, message):
@@ -511,6 +512,11 @@ def test_rollback_refuses_misshapen_arguments(advanced, positions, tokens, messa
 
 
 # --- refusals
+
+
+def changed_sampling(**fields):
+    """An argument that `Sampling.build` would have refused."""
+    return {"sampling": dataclasses.replace(swa.Sampling.build(3), **fields)}
 
 
 @pytest.mark.parametrize(
@@ -536,15 +542,42 @@ def test_rollback_refuses_misshapen_arguments(advanced, positions, tokens, messa
         ({"max_new_tokens": [4, 4]}, r"max_new_tokens: expected .* or 3 of them, got \[4, 4\]"),
         ({"max_new_tokens": 1.5}, "max_new_tokens: expected an integer of 1 or more, .* got 1.5"),
         ({"max_new_tokens": 2**31}, "max_new_tokens: expected .* got 2147483648"),
+        ({"max_new_tokens": 2**31 - 3}, "positions within int32, got 2147483645 after a prompt of"),
+        ({"prompts": None}, "prompts: expected a list of prompts, got NoneType"),
+        ({"prompts": iter(PROMPTS)}, "prompts: expected a list of prompts, got list_iterator"),
+        ({"prompts": np.int32(3)}, "prompts: expected a list of prompts, got int32"),
+        ({"prompts": [3]}, r"prompts\[0\]: expected at least one token, got shape \(\)"),
+        ({"stop_tokens": 5}, "stop_tokens: expected a sequence of token ids, got 5"),
+        ({"stop_tokens": None}, "stop_tokens: expected a sequence of token ids, got None"),
         ({"stop_tokens": [50]}, r"stop_tokens: expected token ids from 0 to 49, got \[50\]"),
         ({"stop_tokens": [1.5]}, r"stop_tokens: expected token ids from 0 to 49, got \[1.5\]"),
         ({"sampling": swa.Sampling.build(2)}, r"sampling.*: expected shape \(3\), got \(2,\)"),
+        ({"sampling": {}}, "sampling: expected a Sampling, got dict"),
+        ({"sampling": 0.7}, "sampling: expected a Sampling, got float"),
+        (
+            changed_sampling(top_k=np.int32([3])),
+            r"sampling.top_k: expected shape \(3\), got \(1,\)",
+        ),
+        (changed_sampling(top_k=np.int32([0, -1, 0])), "sampling.top_k: expected 0 or more, got"),
+        (changed_sampling(top_p=np.float32([0, 1, 1])), "sampling.top_p: expected numbers from"),
+        (
+            changed_sampling(temperature=np.full(3, np.nan)),
+            "sampling.temperature: expected numbers",
+        ),
+        (changed_sampling(keys=jax.random.key(0)[None]), "sampling.keys: expected 3 keys"),
     ],
 )
 def test_bad_arguments_of_generate_are_refused(arguments, message):
     prompts = arguments.get("prompts", PROMPTS)
     with pytest.raises(ValueError, match=message):
         generate(**{"max_new_tokens": 4} | arguments | {"prompts": prompts})
+
+
+def test_stream_refuses_before_it_is_asked_for_a_block():
+    with pytest.raises(ValueError, match="prompts: expected at least one prompt, got none"):
+        swa.stream(MODEL, PARAMS, [], max_new_tokens=4)
+    with pytest.raises(ValueError, match="prefill_chunk: expected an integer of 1 or more, got 0"):
+        swa.stream(MODEL, PARAMS, PROMPTS, max_new_tokens=4, prefill_chunk=0)
 
 
 def test_a_cache_with_too_few_slots_is_refused():

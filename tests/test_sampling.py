@@ -294,6 +294,12 @@ def test_requestout_of_range_are_refused(name, value, message):
         swa.Sampling.build(2, **{name: value})
 
 
+@pytest.mark.parametrize("batch", [-1, 0, 1.0])
+def test_a_number_of_requests_that_cannot_be_is_refused(batch):
+    with pytest.raises(ValueError, match=f"batch: expected an integer of 1 or more, got {batch}"):
+        swa.Sampling.build(batch)
+
+
 @pytest.mark.parametrize(
     ("bad", "got"),
     [

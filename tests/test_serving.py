@@ -430,14 +430,16 @@ def test_the_cache_stays_where_it_is():
             "max_new_tokens: expected positions within int32, got 2147483647 after a prompt of 1",
         ),
         ({"stop_tokens": [1, 2, 3]}, "stop_tokens: expected at most 2, got 3"),
+        ({"stop_tokens": 5}, "stop_tokens: expected a sequence of token ids, got 5"),
+        ({"stop_tokens": None}, "stop_tokens: expected a sequence of token ids, got None"),
         ({"stop_tokens": [50]}, r"stop_tokens: expected token ids from 0 to 49, got \[50\]"),
         (
             {"sampling": swa.Sampling.build(2)},
-            r"sampling.temperature: expected float32\(1,\), got float32\(2,\)",
+            r"sampling.temperature: expected shape \(1\), got \(2,\)",
         ),
         (
             {"sampling": swa.Sampling.build(1, keys=jax.random.key(0, impl="rbg")[None])},
-            r"sampling.keys: expected key<fry>\(1,\), got key<rbg>\(1,\)",
+            "sampling.keys: expected key<fry>, got key<rbg>",
         ),
         ({"sampling": {"temperature": 1}}, "sampling: expected a Sampling, got dict"),
     ],
@@ -448,6 +450,19 @@ def test_a_bad_request_is_refused_and_leaves_no_trace(fields, message):
         server.submit(Request(**{"prompt": [1], "max_new_tokens": 4} | fields))
     assert server.pending == 0
     assert server.step() == []
+
+
+@pytest.mark.parametrize(
+    ("requests", "options", "message"),
+    [
+        ([b"a"], {}, "request: expected a Request, got bytes"),
+        (None, {}, "requests: expected an Iterable, got NoneType"),
+        ([], {"slots": 0}, "count: expected an integer of 1 or more, got 0"),
+    ],
+)
+def test_serve_refuses_before_it_is_asked_for_a_result(requests, options, message):
+    with pytest.raises(ValueError, match=message):
+        serve(MODEL, PARAMS, requests, **OPTIONS | options)
 
 
 def test_a_step_that_was_interrupted_is_not_gone_on_from(monkeypatch):

@@ -458,6 +458,14 @@ def test_a_drafter_that_does_not_fit_is_refused():
         generate(ModelDrafter(swa.Decoder(narrow)), decoder_params(narrow))
     with pytest.raises(ValueError, match="draft_tokens: expected 1 or more with a drafter, got 0"):
         generate(NGramDrafter(), draft_tokens=0)
+    with pytest.raises(ValueError, match="drafter_params: expected none without a drafter"):
+        generate(None, PARAMS)
+    with pytest.raises(ValueError, match="drafter: expected a Drafter, got str"):
+        generate("x")
+    with pytest.raises(ValueError, match="drafter: expected a Drafter, got the class NGramDrafter"):
+        generate(NGramDrafter)
+    with pytest.raises(ValueError, match="drafter: expected a Drafter, got str"):
+        speculate_block(MODEL, PARAMS, started(), "x", None, None, steps=1, draft_tokens=2)
 
 
 @dataclasses.dataclass(frozen=True)
