@@ -72,8 +72,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "beside what others would do, all in turn, and prints a Markdown table. PyTorch and "
         "Hugging Face "
         "transformers join where they are installed: pip install -e '.[peers]'.",
-        epilog="Exit status: 0; 1 if a ratio is worse than the older run's, a check failed or a "
-        "stage went wrong; 2 for a bad argument.",
+        epilog="Exit status: 0; 1 if a ratio is worse than the older run's or none could be "
+        "compared, a check failed or a stage went wrong; 2 for a bad argument.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -116,6 +116,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         if not 0 < value <= most:
             parser.error(f"argument --{name}: expected a number above 0, up to {most}, got {value}")
     _check_device_check(parser, options)
+    out, old = options.out, options.compare
+    if out is not None and old is not None and out.exists() and old.exists() and out.samefile(old):
+        parser.error("expected two files for --compare and --out, got one twice")
     options.suite = list(dict.fromkeys(name.strip() for name in options.suite.split(",")))
     if unknown := [name for name in options.suite if name not in SUITES]:
         parser.error(f"argument --suite: expected some of {', '.join(SUITES)}, got {unknown[0]!r}")
@@ -155,7 +158,7 @@ def load_older(options: argparse.Namespace) -> list[dict]:
     if benchmark_lines.is_rehearsal(old) != options.tiny:
         have, want = ("without", "with") if options.tiny else ("with", "without")
         raise ValueError(f"{path}: expected a run {want} --tiny, got one {have}")
-    there = dict.fromkeys(line["suite"] for line in old if "ratio" in line)
+    there = dict.fromkeys(line["suite"] for line in old if benchmark_lines.is_comparable(line))
     if not set(there) & set(options.suite):
         raise ValueError(
             f"{path}: expected ratios of {', '.join(options.suite)}, "

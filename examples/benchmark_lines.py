@@ -143,6 +143,11 @@ def is_rehearsal(lines: Sequence[dict[str, Any]]) -> bool:
     return lines[0].get("tiny", False) is not False
 
 
+def is_comparable(line: dict[str, Any]) -> bool:
+    """Whether a line has a ratio of which it is known in which direction it is better."""
+    return "ratio" in line and line.get("slower_is_better") is not None
+
+
 def compare(old: Iterable[dict], new: Iterable[dict]) -> tuple[list[str], int]:
     """Ratios that are worse than in an older run.
 
@@ -153,15 +158,14 @@ def compare(old: Iterable[dict], new: Iterable[dict]) -> tuple[list[str], int]:
     Returns:
       A sentence for each ratio that is worse by more than WORSE; and how many were compared.
     """
-    before = {_key(line): line["ratio"]["median"] for line in old if "ratio" in line}
+    before = {_key(line): line["ratio"]["median"] for line in old if is_comparable(line)}
     worse, compared = [], 0
     for line in new:
-        wanted = line.get("slower_is_better")
-        if wanted is None or _key(line) not in before:
+        if not is_comparable(line) or _key(line) not in before:
             continue
         compared += 1
         then, now = before[_key(line)], line["ratio"]["median"]
-        loss = then / now if wanted else now / then
+        loss = then / now if line["slower_is_better"] else now / then
         if loss > WORSE:
             worse.append(f"{', '.join(_key(line))}: ratio {now:.2f}, was {then:.2f}")
     return worse, compared

@@ -101,18 +101,23 @@ BY_REQUESTS: dict[str, tuple[tuple[float | None, ...], str, str, str, str]] = {
 """Bounds for each number of requests, suite, case, program and what of it."""
 
 
+def row_by_requests(label: str) -> list[Wanted]:
+    """The figures of a row, one for each number of requests."""
+    bounds, suite, case, program, what = BY_REQUESTS[label]
+    return [
+        Wanted(bound, suite, case.format(n), program, what)
+        for n, bound in zip(REQUESTS, bounds, strict=True)
+    ]
+
+
 def by_requests(lines: Sequence[dict]) -> str:
     """The table with a column for each number of requests."""
     rows = [
         ["", *(f"N={n}" for n in REQUESTS)],
         ["---", *("---:" for _ in REQUESTS)],
     ]
-    for label, (bounds, suite, case, program, what) in BY_REQUESTS.items():
-        cells = [
-            Wanted(bound, suite, case.format(n), program, what).text(lines)
-            for n, bound in zip(REQUESTS, bounds, strict=True)
-        ]
-        rows.append([label, *cells])
+    for label in BY_REQUESTS:
+        rows.append([label, *(wanted.text(lines) for wanted in row_by_requests(label))])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -183,6 +188,17 @@ def others(lines: Sequence[dict]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def not_measured(lines: Sequence[dict]) -> list[str]:
+    """The figures of both tables that the lines lack."""
+    every = dict(OTHERS)
+    for label in BY_REQUESTS:
+        every |= {
+            f"{label}, N={n}": wanted
+            for n, wanted in zip(REQUESTS, row_by_requests(label), strict=True)
+        }
+    return [name for name, wanted in every.items() if wanted.found(lines) is None]
+
+
 def tables(lines: Sequence[dict]) -> str:
     """Both tables, and where they were measured.
 
@@ -207,13 +223,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("lines", type=Path, metavar="FILE", help="what benchmark.py --out wrote")
     parser.add_argument(
         "--update", type=Path, metavar="FILE",
-        help=f"write the tables into this file, between {MARKS[0]} and {MARKS[1]}",
+        help=f"write the tables into this file, between {MARKS[0]} and {MARKS[1]}; every figure "
+        "must have been measured",
     )  # fmt: skip
     options: argparse.Namespace = parser.parse_args(arguments)
     try:
         lines = benchmark_lines.load(options.lines, WHERE)
         if benchmark_lines.is_rehearsal(lines):
             raise ValueError(f"{options.lines}: expected a benchmark, got a rehearsal with --tiny")
+        lacking = not_measured(lines)
+        if options.update and lacking:
+            raise ValueError(
+                f"{options.lines}: expected every figure for --update, got none for {len(lacking)} "
+                f"of them, such as {lacking[0]!r}"
+            )
         document = options.update and MarkedDocument(options.update, [MARKS])
         text = tables(lines)
         print(text)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import types
 from pathlib import Path
@@ -205,6 +206,7 @@ def test_a_run_that_shares_no_case_with_an_older_one_fails(run, tmp_path):
         (False, [line("read", "N=1", "peer", 2.0)], "a run with --tiny, got one without"),
         (True, [], "ratios of read, got those of none"),
         (True, [line("step", "N=1", "peer", 2.0)], "ratios of read, got those of step"),
+        (True, [line("read", "N=1", "peer", 2.0, None)], "ratios of read, got those of none"),
     ],
 )
 def test_an_older_run_with_nothing_to_compare_is_refused_before_anything_is_timed(
@@ -215,6 +217,16 @@ def test_an_older_run_with_nothing_to_compare_is_refused_before_anything_is_time
     status, out, err, lines = run("--compare", str(old))
     assert (status, out, lines) == (2, "", [])
     assert err == f"benchmark.py: error: {old}: expected {message}\n"
+
+
+def test_the_older_run_is_not_overwritten_by_this_one(run, tmp_path):
+    _, _, _, lines = run()
+    (tmp_path / "link.jsonl").symlink_to("lines.jsonl")
+    for name in ("lines.jsonl", "link.jsonl"):
+        status, out, err, left = run("--compare", str(tmp_path / name))
+        assert (status, out, left) == (2, "", lines)
+        message = "expected two files for --compare and --out, got one twice"
+        assert err == f"benchmark.py: error: {message}\n"
 
 
 def test_an_interrupted_run_keeps_what_it_measured(run, monkeypatch):
@@ -341,9 +353,14 @@ def test_shares_memory_and_figures_are_found():
 
 def test_the_tables_replace_what_stands_between_their_marks(tmp_path, capsys):
     lines, document = tmp_path / "lines.jsonl", tmp_path / "page.md"
-    head = benchmark_lines.header(["step"], 15, tiny=False)
-    peer = line("step", "N=1", "jax.nn, float32 ring", 1.63)
-    lines.write_text("\n".join(map(json.dumps, (head, peer))))
+    head, *found = benchmark_lines.load(ROOT / "benchmarks" / "cpu.jsonl")
+    (peer,) = (
+        one for one in found
+        if (one["suite"], one.get("case"), one.get("program"))
+        == ("step", "N=1", "jax.nn, float32 ring")
+    )  # fmt: skip
+    peer["ratio"]["median"] = 1.63
+    lines.write_text("\n".join(map(json.dumps, (head, *found))))
     marks = benchmark_table.MARKS
     old = f"before\n{marks[0]}\nold\n{marks[1]}\nafter\n"
     document.write_text(old)
@@ -351,7 +368,7 @@ def test_the_tables_replace_what_stands_between_their_marks(tmp_path, capsys):
     text = document.read_text()
     assert text.startswith(f"before\n{marks[0]}\n|  | N=1 |")
     assert text.endswith(f"\n{marks[1]}\nafter\n")
-    assert "| step, beside `jax.nn` over a float32 ring | 1.63 ≥ 1.4 | not measured" in text
+    assert "| step, beside `jax.nn` over a float32 ring | 1.63 ≥ 1.4 | " in text
     assert "old" not in text
     assert capsys.readouterr().out.strip() in text
     document.write_bytes(old.replace("\n", "\r\n").encode())
@@ -362,6 +379,28 @@ def test_the_tables_replace_what_stands_between_their_marks(tmp_path, capsys):
     assert benchmark_table.main([str(lines), "--update", str(document)]) == 2
     message = f"{lines}: expected a benchmark, got a rehearsal with --tiny"
     assert capsys.readouterr() == ("", f"benchmark_table.py: error: {message}\n")
+
+
+def test_figures_that_were_not_measured_are_printed_but_take_no_table_from_a_document(
+    tmp_path, capsys
+):
+    lines, document = tmp_path / "lines.jsonl", tmp_path / "page.md"
+    head = benchmark_lines.header(["step"], 15, tiny=False)
+    peer = line("step", "N=1", "jax.nn, float32 ring", 1.63)
+    lines.write_text("\n".join(map(json.dumps, (head, peer))))
+    text = "\nold\n".join(benchmark_table.MARKS)
+    document.write_text(text)
+    assert benchmark_table.main([str(lines)]) == 0
+    printed = capsys.readouterr().out
+    assert "| step, beside `jax.nn` over a float32 ring | 1.63 ≥ 1.4 | not measured" in printed
+    assert benchmark_table.main([str(lines), "--update", str(document)]) == 2
+    out, err = capsys.readouterr()
+    lacking = printed.count("not measured")
+    assert lacking > 60
+    message = f"expected every figure for --update, got none for {lacking} of them, such as 'step:"
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"benchmark_table.py: error: {lines}: {message}")
+    assert document.read_text() == text
 
 
 START, END = benchmark_table.MARKS
@@ -382,6 +421,54 @@ def test_a_document_without_one_place_for_the_tables_is_refused(tmp_path, text, 
     with pytest.raises(ValueError, match="page.md: ") as caught:
         MarkedDocument(path, [benchmark_table.MARKS])
     assert str(caught.value).startswith(f"{path}: {fault}")
+
+
+def test_places_that_overlap_are_refused_and_places_in_another_order_are_not(tmp_path):
+    path = tmp_path / "page.md"
+    marks = [("<x>", "<y>"), ("<z>", "<w>")]
+    path.write_text("<x>\n<z>\n<y>\n<w>\n")
+    with pytest.raises(ValueError, match="page.md: expected '<y>' before '<z>'"):
+        MarkedDocument(path, marks)
+    path.write_text("<z>\n<w>\n<x>\n<y>\n")
+    MarkedDocument(path, marks).write(["first", "second"])
+    assert path.read_text() == "<z>\nsecond\n<w>\n<x>\nfirst\n<y>\n"
+
+
+def test_what_was_written_into_a_document_in_the_meantime_stays(tmp_path):
+    path, link = tmp_path / "page.md", tmp_path / "link.md"
+    path.write_text(f"before\n{START}\n{END}\n")
+    link.symlink_to(path)
+    document = MarkedDocument(link, [(START, END)])
+    path.write_text(f"edited\n{START}\n{END}\n")
+    document.write(["table"])
+    assert path.read_text() == f"edited\n{START}\ntable\n{END}\n"
+    assert link.is_symlink()
+    assert sorted(tmp_path.iterdir()) == [link, path]
+    path.write_text("other\n")
+    with pytest.raises(ValueError, match="link.md: expected '<!-- perf"):
+        document.write(["table"])
+    assert path.read_text() == "other\n"
+
+
+def test_a_document_that_cannot_be_replaced_stays_as_it_is(tmp_path, monkeypatch):
+    path = tmp_path / "page.md"
+    path.write_text(f"{START}\n{END}\n")
+
+    def full(*arguments):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        MarkedDocument(path, [(START, END)]).write(["table"])
+    assert path.read_text() == f"{START}\n{END}\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_document_that_is_a_pipe_or_a_device_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(ValueError, match="expected a regular file, got a pipe or a device"):
+            MarkedDocument(path, [(START, END)])
 
 
 def test_every_target_is_measured_under_its_name():
