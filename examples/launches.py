@@ -16,7 +16,7 @@ from typing import Any
 import gpu_compiler
 import jax
 import jax.numpy as jnp
-from command_line import Parser
+from command_line import Parser, whole_number
 from whole_program import Program, compile_program
 
 import swa_jax as swa
@@ -132,9 +132,13 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=f"needs {gpu_compiler.INSTALL}",
     )
     parser.add_argument("--step", choices=STEPS, help="only this one")
-    parser.add_argument("--layers", type=int, default=4, help="of the model (default %(default)s)")
+    parser.add_argument(
+        "--layers", type=whole_number(1, 1000), default=4, help="of the model (default %(default)s)"
+    )
     parser.add_argument("--scan-layers", action="store_true", help="scan over equal layers")
-    parser.add_argument("--slots", type=int, default=64, help="of the cache (default %(default)s)")
+    parser.add_argument(
+        "--slots", type=whole_number(1), default=64, help="of the cache (default %(default)s)"
+    )
     parser.add_argument(
         "--card", default="NVIDIA H200", choices=gpu_compiler.CARDS, help="default %(default)s"
     )
@@ -149,7 +153,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason:
         parser.error(reason)
     config = build_config(arguments.layers, arguments.scan_layers)
-    cache = build_cache(config, arguments.slots)
+    try:
+        cache = build_cache(config, arguments.slots)
+    except ValueError as error:  # more than addresses have bits for
+        parser.error(str(error))
     larger = build_config(arguments.layers + 1, arguments.scan_layers)
     print(
         "| step | launches | launches of a layer | copies of the cache | temporary bytes "

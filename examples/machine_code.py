@@ -1,7 +1,8 @@
 r"""What the Triton kernels compile to, for NVIDIA cards that are not there.
 
 python examples/machine_code.py
-python examples/machine_code.py --card "NVIDIA H200" --update README.md
+python examples/machine_code.py --card "NVIDIA H200"
+python examples/machine_code.py --update README.md
 
 Prints two tables of the shipped kernels: what each compiles to, and a model of its time.
 
@@ -201,9 +202,10 @@ def compile_shipped(
 ) -> Iterator[tuple[Any, Kernel, MachineCode]]:
     """Every tile that is shipped, for its card: its entry, the kernel and the machine code."""
     shipped = importlib.import_module("shipped_kernels").SHIPPED
+    known = sorted({entry.card for entry in shipped})
+    if unknown := [card for card in cards if card not in known]:
+        raise ValueError(f"--card: expected {known}, got {unknown}")
     chosen = [entry for entry in shipped if not cards or entry.card in cards]
-    if not chosen:
-        raise ValueError(f"--card: expected {sorted({e.card for e in shipped})}, got {cards}")
     for entry in tqdm(chosen, unit="kernel", disable=None):
         fn, abstract_args = entry.build()
         kernels = kernels_of(fn, *abstract_args, card=entry.card)
@@ -236,7 +238,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--update",
         type=Path,
         metavar="FILE",
-        help="write the tables into this file, between their marks: "
+        help="write the tables of every card into this file, between their marks: "
         + " and ".join(mark for mark, _ in kernel_tables.MARKS),
     )
     return parser
@@ -245,6 +247,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
+    if arguments.update and arguments.card:
+        parser.error("argument --update: writes the tables of every card, not with --card")
     reason = missing()
     if reason:
         parser.error(reason)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from command_line import Parser
+from command_line import Parser, print_error
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
@@ -249,6 +249,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--load", type=Path, metavar="DIR",
         help="only load a checkpoint and print its figures as JSON")  # fmt: skip
     options = parser.parse_args(arguments)
+    for name in ("bytes", "dir", "scan_layers"):
+        if options.load is not None and getattr(options, name) != parser.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"argument {option}: --load writes no checkpoint")
     if not 10e6 <= options.bytes < 1e15:
         parser.error(f"argument --bytes: expected 10e6 or more, got {options.bytes:g}")
     if not options.dir.is_dir():
@@ -262,7 +266,11 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
     options = parse_arguments(arguments)
     if options.load is not None:
-        print(json.dumps(load(options.load)))
+        try:
+            print(json.dumps(load(options.load)))
+        except (OSError, ValueError) as error:
+            print_error("measure_loading.py", error)
+            return 2
         return 0
     config = fit_config(int(options.bytes), options.scan_layers)
     size = checkpoint_bytes(config)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import measure_loading
 import ml_dtypes
 import numpy as np
 import pytest
@@ -553,3 +554,22 @@ def test_loading_takes_little_memory_beside_the_parameters(tmp_path, options):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nHOLDS: " in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@needs_smaps
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing"], "No such file or directory: "),
+        (["missing", "--scan-layers"], "argument --scan-layers: --load writes no checkpoint"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_measured_is_one_line(tmp_path, capsys, arguments, message):
+    try:
+        status = measure_loading.main(["--load", str(tmp_path / arguments[0]), *arguments[1:]])
+    except SystemExit as end:
+        status = end.code
+    out, err = capsys.readouterr()
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("measure_loading.py: error: ")
+    assert message in err

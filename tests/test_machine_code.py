@@ -390,7 +390,7 @@ def test_the_tables_go_to_standard_output_and_between_the_marks_of_a_file(run, s
     (start, end), (time_start, time_end) = kernel_tables.MARKS
     text = f"# Title\n{start}\n%s\n{end}\nbetween\n{time_start}\n%s\n{time_end}\nmore\n"
     document.write_text(text % ("old", "old"))
-    status, out, _ = run("--update", document, "--card", H200)
+    status, out, _ = run("--update", document)
     assert status == 0
     code, times = out.rstrip().split("\n\n", 1)
     head, rule, row = code.splitlines()
@@ -414,6 +414,11 @@ def test_the_tables_go_to_standard_output_and_between_the_marks_of_a_file(run, s
     ("arguments", "message"),
     [
         (["--card", "NVIDIA GTX 1"], f"--card: expected ['{H200}'], got ['NVIDIA GTX 1']"),
+        (
+            ["--card", "NVIDIA GTX 1", "--card", H200],
+            f"--card: expected ['{H200}'], got ['NVIDIA GTX 1']",
+        ),
+        (["--card", H200, "--update", "x"], "--update: writes the tables of every card, not with"),
         (["--update", "missing.md"], "No such file or directory: 'missing.md'"),
         (["--update", "unmarked.md"], "expected '<!-- kernel table -->' and then '<!-- end of"),
         (["--update", "half.md"], "expected '<!-- kernel time model -->' and then '<!-- end of"),
@@ -457,6 +462,15 @@ def test_launches_of_a_layer_are_those_that_one_more_layer_adds(monkeypatch, cap
     head, _, row = capsys.readouterr().out.splitlines()
     assert head.startswith("| step | launches | launches of a layer |")
     assert row.startswith("| decode | 67.3 | 20.0 |")
+
+
+@pytest.mark.parametrize("option", ["--layers", "--slots"])
+def test_a_model_without_layers_or_slots_is_refused(option, capsys):
+    with pytest.raises(SystemExit) as end:
+        launches.main([option, "0"])
+    out, err = capsys.readouterr()
+    assert (end.value.code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"launches.py: error: argument {option}: expected 1 ")
 
 
 def test_help_names_the_cards():
