@@ -153,7 +153,7 @@ the requests that are not finished with the text they have.""",
         "--out", type=output_file, metavar="FILE", help="write results here, not to standard output"
     )
     add("--report", type=output_file, metavar="FILE", help="write throughput and latencies as JSON")
-    add("--slots", type=_count, default=8, metavar="N", help="requests at once, at most (8)")
+    add("--slots", type=_count, metavar="N", help="requests at once, at most (8)")
     add("--block-steps", type=_count, default=16, metavar="N",
         help="bytes of each request between two words to the host (16)")  # fmt: skip
     add("--chunk", type=_count, default=64, metavar="N",
@@ -168,6 +168,9 @@ the requests that are not finished with the text they have.""",
     places = [path.resolve() for path in named if path is not None]
     if len(set(places)) < len(places):
         parser.error("expected three files for requests, --out and --report, got one twice")
+    if options.sweep is not None and options.slots is not None:
+        parser.error("argument --slots: --sweep has its own")
+    options.slots = options.slots or 8
     return options
 
 
@@ -275,7 +278,10 @@ def _count(text: str) -> int:
 
 
 def _counts(text: str) -> list[int]:
-    return [_count(part) for part in text.split(",")]
+    counts = [_count(part) for part in text.split(",")]
+    if len(set(counts)) < len(counts):
+        raise argparse.ArgumentTypeError(f"expected each number once, got {text!r}")
+    return counts
 
 
 if __name__ == "__main__":

@@ -28,6 +28,10 @@ import swa_jax as swa
 from swa_jax.speculation import check_draft_tokens
 
 BLOCK = 25  # bytes between two words to the host
+UNSAID = {
+    "bytes": 200, "temperature": 0.7, "top_k": 0, "top_p": 1.0, "seed": 0, "draft_tokens": 0,
+}  # fmt: skip
+"""Options that say what is generated, and their values where they are not given."""
 WEIGHTS = Path(__file__).parent / "data" / "bytes.safetensors"
 PROMPT = """import os
 import sys
@@ -205,18 +209,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("prompt", nargs="?", metavar="PROMPT",
         help="text to continue; by default the start of a Python file")  # fmt: skip
     add("--file", type=Path, help="take the prompt from a file; it may be longer than the window")
-    add("--bytes", type=whole_number(1, 2**31 - 1), default=200, metavar="N",
+    add("--bytes", type=whole_number(1, 2**31 - 1), metavar="N",
         help="bytes to generate (200)")  # fmt: skip
-    add("--temperature", type=float, default=0.7, help="0 takes the likeliest byte each time (0.7)")
-    add("--top-k", type=int, default=0, help="only the K likeliest bytes; 0: all (0)")
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="only the likeliest bytes up to this probability (1)",
-    )
-    add("--seed", type=random_seed, default=0, help="decides what is sampled (0)")
-    add("--draft-tokens", type=int, default=0, metavar="K",
+    add("--temperature", type=float, help="0 takes the likeliest byte each time (0.7)")
+    add("--top-k", type=int, help="only the K likeliest bytes; 0: all (0)")
+    add("--top-p", type=float, help="only the likeliest bytes up to this probability (1)")
+    add("--seed", type=random_seed, help="decides what is sampled (0)")
+    add("--draft-tokens", type=int, metavar="K",
         help="verify K drafts in a step, looked up in the text so far: the same bytes, 0 to 6 "
         "with the shipped model (0)")  # fmt: skip
     add(
@@ -252,6 +251,17 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("argument --draft-tokens: expected 0 with --checkpoint, got more")
     if options.checkpoint is not None and evaluations:
         parser.error("argument --checkpoint: expected a text to generate, got an evaluation")
+    if options.rows is not None and not evaluations:
+        parser.error("argument --rows: needs --evaluate or --evaluate-held-out")
+    for name in [name for name in UNSAID if getattr(options, name) is not None]:
+        option = f"--{name.replace('_', '-')}"
+        if evaluations:
+            parser.error(f"argument {option}: an evaluation generates nothing")
+        if name in ("top_k", "top_p", "seed") and options.temperature == 0:
+            parser.error(f"argument {option}: needs --temperature above 0")
+    for name, value in UNSAID.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     return options
 
 

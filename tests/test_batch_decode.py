@@ -422,6 +422,8 @@ def test_the_shipped_model_serves_the_sample(tmp_path):
         (["--slots", "0"], "argument --slots: expected an integer of 1 or more, got '0'"),
         (["--slots", "two"], "argument --slots: expected an integer of 1 or more, got 'two'"),
         (["--sweep", "1,,2"], "argument --sweep: expected an integer of 1 or more, got ''"),
+        (["--sweep", "2,02"], "argument --sweep: expected each number once, got '2,02'"),
+        (["--sweep", "2", "--slots", "8"], "argument --slots: --sweep has its own"),
         (["--chunk", "-8"], "argument --chunk: expected an integer of 1 or more, got '-8'"),
         (["--block-steps", "1.5"], "argument --block-steps: expected an integer of 1 or more"),
         (
