@@ -1,10 +1,12 @@
 """tools/: the map of the code is up to date, and what the other scripts would object to."""
 
+import fcntl
 import importlib.util
 import re
 import sys
 import tomllib
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -224,3 +226,55 @@ def test_a_command_that_fails_is_an_error_with_its_output(tmp_path):
         check_distribution.run(
             sys.executable, "-c", "print('said'); raise SystemExit(3)", cwd=tmp_path
         )
+
+
+# --- mutation testing
+
+
+@pytest.fixture
+def refuse(monkeypatch, capsys, tmp_path):
+    """What mutation_testing.py says on standard error as it ends with status 2.
+
+    cosmic-ray, which has an extra of its own, is not needed for that.
+    """
+    parts = ("commands", "mutating", "plugins", "work_db", "work_item")
+    for name in ("cosmic_ray", *(f"cosmic_ray.{part}" for part in parts), "mutation_operators"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    mutation_testing = load("mutation_testing")
+    monkeypatch.setattr(mutation_testing, "Runner", None)  # nothing is begun
+
+    def call(*arguments):
+        argv = ["", "--work", str(tmp_path), *arguments]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as end:
+            mutation_testing.main()
+        assert end.value.code == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1
+        return err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["swa_jax/nothing.py"], "expected modules among"),
+        (["--sample", "0"], "argument --sample: expected 1 or more, got 0"),
+        (["--workers", "-1"], "argument --workers: expected 0 or more, got -1"),
+        (["--workers", "many"], "argument --workers: invalid int value: 'many'"),
+        (["--report", "missing/x.md"], "argument --report: expected a file in a folder, got missi"),
+        (["--work", __file__], "argument --work: [Errno 17] File exists"),
+    ],
+)
+def test_mutation_testing_refuses_bad_arguments_before_it_begins(refuse, arguments, message):
+    assert refuse(*arguments).startswith(f"mutation_testing.py: error: {message}")
+
+
+def test_a_second_run_of_mutation_testing_in_the_same_directory_is_refused(refuse, tmp_path):
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        said = refuse()
+    message = f"argument --work: another run is at work in {tmp_path}"
+    assert said == f"mutation_testing.py: error: {message}\n"

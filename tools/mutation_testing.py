@@ -13,7 +13,9 @@ was: the records lie in the work directory, by the text of the module. Checkouts
 
 import argparse
 import compileall
+import contextlib
 import difflib
+import fcntl
 import hashlib
 import json
 import os
@@ -26,8 +28,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import NoReturn
 
 import cosmic_ray.commands
 import mutation_operators
@@ -239,9 +243,31 @@ than there are, they are a random sample.
 """
 
 
+@contextlib.contextmanager
+def locked(work: Path) -> Iterator[None]:
+    """The directory of the records, while no other run is at work in it."""
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f"another run is at work in {work}") from None
+        yield
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with status 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description="Breaks copies of the library; runs the tests.")
+    parser = Parser(
+        prog="mutation_testing.py", description="Breaks copies of the library; runs the tests."
+    )
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"of {', '.join(MODULES)}")
     parser.add_argument("--workers", type=int, default=2, help="mutants at once; 0 only reports")
     parser.add_argument("--sample", type=int, help="at most so many mutants of a module")
@@ -256,7 +282,23 @@ def main() -> None:
     modules = arguments.modules or list(MODULES)
     if unknown := set(modules) - set(MODULES):
         parser.error(f"expected modules among {', '.join(MODULES)}, got {', '.join(unknown)}")
-    arguments.work.mkdir(parents=True, exist_ok=True)
+    for name, smallest in (("workers", 0), ("sample", 1)):
+        value = getattr(arguments, name)
+        if value is not None and value < smallest:
+            parser.error(f"argument --{name}: expected {smallest} or more, got {value}")
+    to_write = arguments.report
+    if to_write and (to_write.is_dir() or not to_write.parent.is_dir()):
+        parser.error(f"argument --report: expected a file in a folder, got {to_write}")
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(arguments.work))
+        except OSError as error:
+            parser.error(f"argument --work: {error}")
+        run(modules, arguments)
+
+
+def run(modules: Sequence[str], arguments: argparse.Namespace) -> None:
+    """Tries the mutants of modules and says what survived."""
     reasons = known_reasons(arguments.report)
     lines, survivors = [], []
     with tempfile.TemporaryDirectory() as copies:
