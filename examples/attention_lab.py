@@ -5,16 +5,18 @@ knows only the rule "key k is visible to query q iff 0 <= q - k < window". They 
 Arithmetic is float64. Run it with --help for the options.
 """
 
-import argparse
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from command_line import Parser, output_picture, whole_number
 
 from swa_jax.ring import RingGeometry
 
 INPUTS = np.array([(1, 0), (0, 1), (1, 1), (2, 0), (0, 2)], np.float64)
+LARGEST_WINDOW = 1000  # more than the inputs are changes nothing but the size of the ring
 TOLERANCE = 1e-12  # absolute and relative
 
 
@@ -206,8 +208,8 @@ def report(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plot(figures: dict[str, Any], path: str) -> None:
-    """Writes the window band as a PNG: which key positions each query position reads."""
+def plot(figures: dict[str, Any], path: Path) -> None:
+    """Draws the window band: which key positions each query position reads."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -247,11 +249,12 @@ def plot(figures: dict[str, Any], path: str) -> None:
         bbox_to_anchor=(1.02, 0.5),
         frameon=False,
     )
-    figure.savefig(path, format="png", dpi=150)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
+        prog="attention_lab.py",
         description="Attention over five small vectors, once recomputed for every prefix and once "
         "with keys and values kept in a ring: work, rows kept, outputs, and whether they agree.",
         epilog="Try --window 1, where each output is its own value row, and --window 8, where "
@@ -259,19 +262,19 @@ def main() -> None:
     )
     parser.add_argument(
         "--window",
-        type=int,
+        type=whole_number(1, LARGEST_WINDOW),
         default=3,
         metavar="N",
         help="positions a query reads, its own included (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print all figures as one JSON object")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the window band into a PNG file")
+    parser.add_argument("--plot", type=output_picture, metavar="FILE", help="draw the window band")
     arguments = parser.parse_args()
     try:
         figures = compute(arguments.window)
         if arguments.plot:
             plot(figures, arguments.plot)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     print(json.dumps(figures, indent=2) if arguments.json else report(figures))
 

@@ -47,6 +47,8 @@ def whole_number(smallest: int, largest: int | None = None) -> Callable[[str], i
     return parse
 
 
+PICTURES = (".png", ".svg", ".pdf")
+"""How the name of a picture to draw may end."""
 random_seed = whole_number(0, 2**32 - 1)
 """The type of --seed: what `jax.random.key` takes in 32 bits."""
 
@@ -61,6 +63,8 @@ def output_file(text: str) -> Path:
 
 def output_picture(text: str) -> Path:
     """The type of an option that names a picture to draw: an `output_file`, and matplotlib."""
+    if Path(text).suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"expected a name in {', '.join(PICTURES)}, got {text}")
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("needs matplotlib: pip install -e '.[examples]'")
     return output_file(text)

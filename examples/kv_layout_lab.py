@@ -4,11 +4,12 @@ Every figure comes from the library: sizes from swa_jax.sizing and the row forma
 RingGeometry, overwrites from the hazard check. Run it with --help for the options.
 """
 
-import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from command_line import Parser, output_picture, whole_number
 
 from pallas_kernels.formats import V41
 from swa_jax.ring import RingGeometry, overwritten_visible_rows, store_hazards
@@ -272,8 +273,8 @@ def report(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plot(path: str, state_id: int) -> None:
-    """Writes a PNG of one ring while positions 127 to 134 are stored: read, kept, written rows."""
+def plot(path: Path, state_id: int) -> None:
+    """Draws one ring while positions 127 to 134 are stored: read, kept, written rows."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -325,26 +326,35 @@ def plot(path: str, state_id: int) -> None:
         for colour, label in zip(colours, labels, strict=True)
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, format="png", dpi=150)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
+        prog="kv_layout_lab.py",
         description="Bytes of separate and shared key/value rows, slots of a ring around the "
         "position where it wraps, and the rows that storing too early would destroy.",
         epilog="Try --kv-heads 1, --element-bytes 1, --state-id 3 or --chunk-end 9.",
     )
-    for option, default, metavar, text in [
-        ("--kv-heads", 8, "N", "stored heads of the generic layout"),
-        ("--element-bytes", 2, "N", "bytes of an element of the generic layout"),
-        ("--state-id", 2, "B", "state slot of the boundary table and the plot"),
-        ("--chunk-end", 8, "P", "last position of the longest prefill chunk"),
+    for option, kind, default, metavar, text in [
+        ("--kv-heads", whole_number(1), 8, "N", "stored heads of the generic layout"),
+        ("--state-id", int, 2, "B", "state slot of the boundary table and the plot"),
+        ("--chunk-end", int, 8, "P", "last position of the longest prefill chunk"),
     ]:
         parser.add_argument(
-            option, type=int, default=default, metavar=metavar, help=f"{text} (default: {default})"
+            option, type=kind, default=default, metavar=metavar, help=f"{text} (default: {default})"
         )
+    parser.add_argument(
+        "--element-bytes",
+        type=int,
+        choices=(1, 2, 4, 8),
+        default=2,
+        help="bytes of an element of the generic layout (default: 2)",
+    )
     parser.add_argument("--json", action="store_true", help="print all figures as one JSON object")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the ring as it wraps, as a PNG")
+    parser.add_argument(
+        "--plot", type=output_picture, metavar="FILE", help="draw the ring as it wraps"
+    )
     arguments = parser.parse_args()
     try:
         figures = compute(
@@ -352,7 +362,7 @@ def main() -> None:
         )
         if arguments.plot:
             plot(arguments.plot, arguments.state_id)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     print(json.dumps(figures, indent=2) if arguments.json else report(figures))
 

@@ -139,7 +139,7 @@ def plot(stretches: Sequence[Stretch], path: Path) -> None:
     for axes in (upper, lower):
         axes.set_ylim(bottom=0)
     lower.legend()
-    figure.savefig(path, format="png")
+    figure.savefig(path)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -153,7 +153,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="bytes to generate, rounded up to thousands (100000: some minutes)")  # fmt: skip
     add("--seed", type=random_seed, default=0, help="decides what is sampled (0)")
     add("--weights", type=Path, default=WEIGHTS, help="file written by train_bytes.py (shipped)")
-    add("--plot", type=output_picture, metavar="FILE", help="draw the figures as PNG")
+    add("--plot", type=output_picture, metavar="FILE", help="draw the figures")
     add("--report", type=output_file, metavar="FILE", help="write the figures as JSON")
     return parser.parse_args(arguments)
 

@@ -100,7 +100,7 @@ def print_table(results: Sequence[dict], window: int) -> None:
 
 
 def plot(results: Sequence[dict], window: int, path: Path) -> None:
-    """Writes the differences by the number of tokens prefilled as a PNG."""
+    """Draws the differences by the number of tokens prefilled."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
@@ -118,7 +118,7 @@ def plot(results: Sequence[dict], window: int, path: Path) -> None:
     axes.set_ylabel("relative difference to the true rows, mean")
     axes.set_title("Dotted: (l + 1)(W - 1) tokens, from which layer l is right")
     axes.legend()
-    figure.savefig(path, format="png", dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")

@@ -234,7 +234,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add(
         "--plot",
         type=output_picture,
-        metavar="FILE.png",
+        metavar="FILE",
         help="draw what is left wrong, layer by layer",
     )
     add("--report", type=output_file, metavar="FILE", help="write the results as JSON")

@@ -216,7 +216,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         default=Run.seed,
         help="decides text order and first weights",
     )
-    add("--steps", type=positive, default=Run.steps, help="optimiser steps")
+    add("--steps", type=whole_number(2), default=Run.steps,
+        help="optimiser steps; the first warms up")  # fmt: skip
     add("--batch", type=positive, default=Run.batch, help="sequences per step")
     add("--length", type=positive, default=Run.length, help="tokens per sequence")
     add("--short-window", type=positive, default=Run.short_window,

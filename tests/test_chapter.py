@@ -75,9 +75,13 @@ def test_text_holds_the_figures(monkeypatch, capsys, lab, figures):
 @pytest.mark.parametrize(
     ("lab", "arguments", "message"),
     [
-        ("attention_lab", ["--window", "0"], "window: expected at least 1, got 0"),
+        ("attention_lab", ["--window", "0"], "--window: expected 1 to 1000, got 0"),
+        ("attention_lab", ["--window", "1001"], "--window: expected 1 to 1000, got 1001"),
+        ("attention_lab", ["--plot", "x.nope"], "expected a name in .png, .svg, .pdf, got x.nope"),
         ("attention_lab", ["--plot", "no/such/folder/a.png"], "no/such/folder"),
-        ("kv_layout_lab", ["--kv-heads", "-1"], "kv_heads: expected"),
+        ("kv_layout_lab", ["--kv-heads", "0"], "--kv-heads: expected 1 or more, got 0"),
+        ("kv_layout_lab", ["--element-bytes", "3"], "--element-bytes: invalid choice: 3"),
+        ("kv_layout_lab", ["--plot", "x"], "expected a name in .png, .svg, .pdf, got x"),
         ("kv_layout_lab", ["--state-id", "-2"], "state_id: expected"),
         ("kv_layout_lab", ["--chunk-end", "3"], "chunk_end: expected 4 to 1000, got 3"),
     ],
@@ -87,7 +91,10 @@ def test_bad_options_are_refused_without_a_traceback(monkeypatch, capsys, lab, a
     with pytest.raises(SystemExit) as exit_info:
         runpy.run_path(_path(lab), run_name="__main__")
     assert exit_info.value.code == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith(f"{lab}.py: error: ")
+    assert error.count("\n") == 1
+    assert message in error
 
 
 # --- attention over five rows

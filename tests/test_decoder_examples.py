@@ -70,6 +70,7 @@ def test_a_thousand_steps_are_one_program_and_take_no_more_memory(weights, tmp_p
         (speculative_decode, ["--bytes", "1"], "--bytes: expected 2 to"),
         (long_decode, ["--tokens", "0"], "--tokens: expected 1 to"),
         (long_decode, ["--plot", "nowhere/x.png"], "--plot: expected a file in a folder"),
+        (long_decode, ["--plot", "x.nope"], "--plot: expected a name in .png, .svg, .pdf, got x"),
     ],
 )
 def test_bad_input_is_one_line(example, arguments, message, weights, capsys):

@@ -385,6 +385,7 @@ def test_the_example_reuses_prefixes_here_and_in_another_process(
         (["--directory", "missing"], "directory: expected an existing one, got missing"),
         (["--weights", "short"], "short: expected a whole safetensors file"),
         (["--plot", "missing/p.png"], "argument --plot: expected a file in a folder"),
+        (["--plot", "p.nope"], "argument --plot: expected a name in .png, .svg, .pdf, got p.nope"),
         (["--report", "missing/r"], "argument --report: expected a file in a folder"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",

@@ -262,8 +262,8 @@ def test_default_model_fits_in_its_file():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "0"], "--steps: expected 1 or more, got 0"),
-        (["--steps", "many"], "--steps: expected 1 or more, got many"),
+        (["--steps", "1"], "--steps: expected 2 or more, got 1"),
+        (["--steps", "many"], "--steps: expected 2 or more, got many"),
         (["--short-share", "1.5"], "--short-share: expected 0 to 1, got 1.5"),
         (["--short-window", "200"], "--short-window: expected at most the model's window 128"),
         (["--seed", "-1"], "--seed: expected 0 or more, got -1"),
