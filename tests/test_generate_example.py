@@ -237,7 +237,7 @@ def test_evaluation_of_a_file_agrees_with_its_uncut_text(run, folder, monkeypatc
         (["--temperature", "0", "--seed", "0"], "--seed: needs --temperature above 0"),
         (["--rows", "0"], "argument --rows: expected 1 or more, got 0"),
         (["--rows", "3"], "argument --rows: needs --evaluate or --evaluate-held-out"),
-        (["--evaluate-held-out", "--bytes", "200"], "--bytes: an evaluation generates nothing"),
+        (["--evaluate", "empty", "--bytes", "200"], "--bytes: an evaluation generates nothing"),
         (["--evaluate", "empty", "--draft-tokens", "0"], "--draft-tokens: an evaluation generates"),
         (["--evaluate", "missing"], "No such file or directory: 'missing'"),
         (["--evaluate", "empty"], "empty: expected at least one byte, got an empty file"),
