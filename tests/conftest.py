@@ -12,7 +12,7 @@ _ROOT = Path(__file__).parent.parent
 _PACKAGES = ("pallas_kernels", "swa_jax")
 _SHAPES = "it is asked about shapes alone, before there are arrays"
 _PYTREE = "what jax.eval_shape makes of its pytrees holds shapes in the place of arrays"
-_PROTOCOL = "it takes a drafter or a hook, protocols that cannot be checked while a program runs"
+_PROTOCOL = "it takes a drafter or a hook, protocols of which only the names can be checked"
 _CHECKS_ITSELF = "its public calls check their input, and a test must see their own ValueError"
 # The modules whose jaxtyping annotations beartype does not check in the tests, and why.
 UNCHECKED_MODULES = {
