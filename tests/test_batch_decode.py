@@ -52,8 +52,10 @@ def run(folder, tmp_path, capsys, monkeypatch, give_stdin):
         (tmp_path / "requests.jsonl").write_bytes(as_bytes(lines))
         report = tmp_path / "report.json"
         report.unlink(missing_ok=True)
-        usual = ("--weights", folder / "tiny.safetensors", "--report", report, "--slots", "2")
+        usual = ("--weights", folder / "tiny.safetensors", "--report", report)
         shapes = ("--block-steps", BLOCK, "--chunk", "8")
+        if "--sweep" not in arguments:
+            shapes = ("--slots", "2", *shapes)
         try:
             status = batch_decode.main(list(map(str, (*usual, *shapes, *arguments))))
         except SystemExit as end:
