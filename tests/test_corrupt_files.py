@@ -1,6 +1,7 @@
 """Ten thousand corrupted files, of every kind: each is refused by name, or read as what it says."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,7 @@ def test_corrupted_files_are_refused_or_read_as_what_they_say_within_limits(tmp_
         capture_output=True,
         text=True,
         timeout=600,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
