@@ -86,7 +86,7 @@ def indexed_attention(
     """
     checks.check_floating("q", q)
     checks.check_shape("q", q, (None, None, None))
-    q = jnp.asarray(q, jax.dtypes.canonicalize_dtype(q.dtype))
+    q = jnp.asarray(q)
     n, heads, width = q.shape
     indices, lengths = _check_cache("rows", rows, indices, lengths, n, width)
     if extra is not None:
