@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 from batch_lines import MAX_STOP_TOKENS, encode_line, read_lines, result_line
+from byte_model import WEIGHTS, load_model
 from command_line import INTERRUPTED, Parser, output_file, print_error
-from generate import WEIGHTS, load_model
 from tqdm import tqdm
 
 from swa_jax.files import open_new

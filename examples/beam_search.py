@@ -18,8 +18,8 @@ from typing import Any
 import byte_text
 import jax
 import jax.numpy as jnp
+from byte_model import PROMPT, WEIGHTS, load_model
 from command_line import Parser, output_file, print_error, random_seed, whole_number
-from generate import PROMPT, WEIGHTS, load_model
 
 import swa_jax as swa
 from swa_jax.beams import BeamState, beam_block, beam_search

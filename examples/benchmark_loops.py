@@ -15,8 +15,8 @@ import numpy as np
 import speculative_decode
 from benchmark_clock import Case, Figure, Program
 from benchmark_settings import Settings
+from byte_model import PROMPT, WEIGHTS, load_model
 from byte_text import BOUNDARY, VOCAB_SIZE
-from generate import PROMPT, WEIGHTS, load_model
 from jaxtyping import Array, Int32
 
 import swa_jax as swa

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmark_clock import Figure
 from benchmark_settings import Settings
-from generate import PROMPT
+from byte_model import PROMPT
 
 EXAMPLES = Path(__file__).parent
 BESIDE, OWN = "import jax, flax", "import jax, flax, swa_jax"

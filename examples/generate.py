@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import byte_text
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from byte_evaluation import evaluate, print_table
+from byte_model import PROMPT, WEIGHTS, load_model
 from command_line import Parser, output_file, print_error, random_seed, whole_number
 from text_checkpoints import Checkpoints, open_checkpoints, saved_blocks
 
@@ -32,56 +31,6 @@ UNSAID = {
     "bytes": 200, "temperature": 0.7, "top_k": 0, "top_p": 1.0, "seed": 0, "draft_tokens": 0,
 }  # fmt: skip
 """Options that say what is generated, and their values where they are not given."""
-WEIGHTS = Path(__file__).parent / "data" / "bytes.safetensors"
-PROMPT = """import os
-import sys
-import json
-import collections
-
-
-class Registry:
-    \"\"\"Names and the objects they stand for.\"\"\"
-
-    def __init__(self, names):
-"""
-
-
-def load_model(path: Path) -> tuple[swa.Decoder, dict]:
-    """The byte model of a file written by train_bytes.py.
-
-    Args:
-      path: a safetensors file whose header holds the configuration.
-
-    Returns:
-      The decoder and its variables, in float32.
-
-    Raises:
-      ValueError: the file is not such a file, or is cut short.
-      OSError: it cannot be read.
-    """
-    params, metadata = swa.checkpoint.load_params(path)
-    if "config" not in metadata:
-        raise ValueError(f"{path}: expected a header entry 'config', got {sorted(metadata)}")
-    try:
-        config = swa.DecoderConfig.from_json(metadata["config"])
-    except ValueError as error:
-        raise ValueError(f"{path}: header entry 'config': {error}") from None
-    for name, leaf in _named(params):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(f"{path}: expected floating tensors, got {leaf.dtype} in {name}")
-    layers = sum(name.startswith("layers_") for name in params)
-    if not config.scan_layers and layers != config.num_layers:
-        raise ValueError(f"{path}: expected {config.num_layers} layers, got {layers}")
-    model = swa.Decoder(config)
-    variables = {"params": jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)}
-    boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    expected = nn.meta.unbox(boxed)
-    want = {name: leaf.shape for name, leaf in _named(expected)}
-    got = {name: leaf.shape for name, leaf in _named(variables)}
-    if want != got:
-        wrong = sorted(name for name in want | got if want.get(name) != got.get(name))
-        raise ValueError(f"{path}: expected other tensors for its configuration: {wrong[:5]}")
-    return model, variables
 
 
 def continue_text(
@@ -251,6 +200,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("argument --draft-tokens: expected 0 with --checkpoint, got more")
     if options.checkpoint is not None and evaluations:
         parser.error("argument --checkpoint: expected a text to generate, got an evaluation")
+    if options.quiet and evaluations:
+        parser.error("argument --quiet: an evaluation shows no text")
     if options.rows is not None and not evaluations:
         parser.error("argument --rows: needs --evaluate or --evaluate-held-out")
     for name in [name for name in UNSAID if getattr(options, name) is not None]:
@@ -321,11 +272,6 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     print_report(report)
     return 0 if report["equals_recompute"] in (True, None) else 1
-
-
-def _named(tree) -> list:
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in pairs]
 
 
 def _read(path: Path) -> bytes:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import byte_text
 import jax
 import numpy as np
+from byte_model import PROMPT, WEIGHTS, load_model
 from command_line import (
     Parser,
     output_file,
@@ -25,7 +26,6 @@ from command_line import (
     random_seed,
     whole_number,
 )
-from generate import PROMPT, WEIGHTS, load_model
 from tqdm import tqdm
 
 import swa_jax as swa

@@ -5,8 +5,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+import byte_model
 import byte_text
-import generate
 import jax
 import numpy as np
 from command_line import Parser, print_error, random_seed, whole_number
@@ -36,7 +36,7 @@ def run(prog: str, description: str, arguments: Sequence[str], continue_prompt: 
     text = os.fsencode(options.prompt)
     prompt = [byte_text.BOUNDARY, *text]
     try:
-        decoder, variables = generate.load_model(generate.WEIGHTS)
+        decoder, variables = byte_model.load_model(byte_model.WEIGHTS)
     except (OSError, ValueError) as error:
         print_error(prog, error)
         return 2
@@ -62,7 +62,7 @@ def run(prog: str, description: str, arguments: Sequence[str], continue_prompt: 
 def _parse(prog: str, description: str, arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog=prog, description=description)
     add = parser.add_argument
-    add("prompt", nargs="?", default=generate.PROMPT, metavar="PROMPT",
+    add("prompt", nargs="?", default=byte_model.PROMPT, metavar="PROMPT",
         help="text to continue; by default the start of a Python file")  # fmt: skip
     add("--bytes", type=whole_number(1, MAX_BYTES), default=200, metavar="N",
         help="bytes to generate (200)")  # fmt: skip

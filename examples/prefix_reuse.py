@@ -21,8 +21,8 @@ import byte_text
 import jax
 import numpy as np
 import prefix_rebuild
+from byte_model import WEIGHTS, load_model
 from command_line import Parser, output_file, output_picture, print_error, whole_number
-from generate import WEIGHTS, load_model
 from tqdm import tqdm
 
 import swa_jax as swa

@@ -23,9 +23,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from byte_model import WEIGHTS, load_model
 from collectives import carrying_rows, find_collectives
 from command_line import Parser, output_file, print_error, whole_number
-from generate import WEIGHTS, load_model
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 

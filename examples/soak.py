@@ -24,8 +24,8 @@ from typing import Any
 import jax
 import numpy as np
 import soak_checks
+from byte_model import WEIGHTS, load_model
 from command_line import Parser, output_file, print_error, random_seed
-from generate import WEIGHTS, load_model
 from soak_traffic import Outcome, Pool, Sizes, bad_requests, random_request, read_texts
 
 import swa_jax as swa

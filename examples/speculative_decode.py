@@ -17,8 +17,8 @@ from typing import Any
 import byte_text
 import jax
 import numpy as np
+from byte_model import PROMPT, WEIGHTS, load_model
 from command_line import Parser, output_file, print_error, random_seed, whole_number
-from generate import PROMPT, WEIGHTS, load_model
 from tqdm import tqdm
 
 import swa_jax as swa

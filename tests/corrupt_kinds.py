@@ -14,11 +14,11 @@ from typing import Any
 import batch_lines
 import benchmark_lines
 import benchmark_table
-import generate
 import jax
 import jax.numpy as jnp
 import numpy as np
 import training_checkpoints
+from byte_model import load_model
 from checkpoint_cases import (
     ATTENTION,
     ATTENTION_SHAPES,
@@ -125,7 +125,7 @@ def byte_model(folder: Path) -> Kind:
     swa.checkpoint.save_params(path, params, {"config": SMALL.to_json()}, "bfloat16")
 
     def load():
-        model, variables = generate.load_model(path)
+        model, variables = load_model(path)
         return model.config.to_json(), flat(variables["params"])
 
     def holds(value, data):

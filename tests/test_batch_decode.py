@@ -10,8 +10,8 @@ from pathlib import Path
 
 import batch_decode
 import batch_lines
+import byte_model
 import byte_text
-import generate
 import jax
 import numpy as np
 import pytest
@@ -102,7 +102,7 @@ def test_each_request_gets_the_text_that_it_gets_from_a_server_alone(run, folder
     assert status == 0
     found = by_line(results)
     assert [found[line]["id"] for line in (1, 2, 3, 4)] == [1, "mine", 3, 7]
-    model, variables = generate.load_model(folder / "tiny.safetensors")
+    model, variables = byte_model.load_model(folder / "tiny.safetensors")
     for number, line in enumerate(lines, 1):
         request = Request(
             [256, *line["prompt"].encode()],

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import speculative_decode
 from benchmark_settings import Settings, make_settings
-from generate import PROMPT
+from byte_model import PROMPT
 
 import swa_jax as swa
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import byte_evaluation
+import byte_model
 import byte_text
 import generate
 import jax
@@ -239,6 +240,7 @@ def test_evaluation_of_a_file_agrees_with_its_uncut_text(run, folder, monkeypatc
         (["--rows", "3"], "argument --rows: needs --evaluate or --evaluate-held-out"),
         (["--evaluate", "empty", "--bytes", "200"], "--bytes: an evaluation generates nothing"),
         (["--evaluate", "empty", "--draft-tokens", "0"], "--draft-tokens: an evaluation generates"),
+        (["--evaluate", "empty", "--quiet"], "--quiet: an evaluation shows no text"),
         (["--evaluate", "missing"], "No such file or directory: 'missing'"),
         (["--evaluate", "empty"], "empty: expected at least one byte, got an empty file"),
         (["--resume"], "argument --checkpoint: expected a directory to save in, got none"),
@@ -440,7 +442,7 @@ def test_shipped_model_continues_the_default_prompt_with_the_tokens_of_the_recom
     result = command("--report", report)
     assert result.returncode == 0, result.stderr
     found = json.loads(report.read_text())
-    assert result.stdout == generate.PROMPT + found["text"] + "\n"
+    assert result.stdout == byte_model.PROMPT + found["text"] + "\n"
     assert (found["equals_recompute"], found["differing"]) == (True, 0)
     assert 0 < found["bytes_generated"] <= 200
     assert found["tokens_per_second"] > 0

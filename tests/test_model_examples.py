@@ -5,9 +5,9 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import byte_model
 import byte_text
 import flax.linen as nn
-import generate
 import jax
 import jax.numpy as jnp
 import linen_model
@@ -62,7 +62,7 @@ def weights(tmp_path, variables, monkeypatch) -> Path:
     """A file of a tiny model, in the place of the byte model."""
     file = tmp_path / "tiny.safetensors"
     swa.checkpoint.save_params(file, variables["params"], {"config": CONFIG.to_json()})
-    monkeypatch.setattr(generate, "WEIGHTS", file)
+    monkeypatch.setattr(byte_model, "WEIGHTS", file)
     return file
 
 
@@ -121,7 +121,7 @@ def test_bad_input_is_one_line_and_exit_status_two(program, arguments, message, 
 
 
 def test_weights_that_cannot_be_read_are_one_line(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(generate, "WEIGHTS", tmp_path / "missing")
+    monkeypatch.setattr(byte_model, "WEIGHTS", tmp_path / "missing")
     assert linen_model.main([]) == 2
     error = capsys.readouterr().err
     assert error.startswith("linen_model.py: error: ")
