@@ -54,6 +54,7 @@ def test_every_layer_has_a_region_of_whole_32_byte_units_in_one_block():
     assert [block.shape for block in cache.blocks] == [(4, 576)]
     assert cache.nbytes == 2304
     assert cache.slots == 4
+    assert (cache.memory.mode, cache.memory.bytes_per_device) == ("one device", 2304)
     for i, start in enumerate([0, 192, 384]):
         rows = cache.layer(i)
         assert (int(rows.start), rows.rows_per_slot, rows.fmt) == (start, 5, FORMAT)
@@ -150,10 +151,12 @@ def test_layers_of_several_blocks_never_mix(monkeypatch):
             lambda: jax.eval_shape(lambda: empty(2**26, 1, ONE_ROW, swa.BF16.with_width(16))),
             "slots: expected at most 67108863, the limit of 2 GiB",
         ),
+        (lambda: empty(geometry=(3, 5)), "geometry: expected a RingGeometry, got tuple"),
         (lambda: empty().layer(3), "layer: expected 0 to 2, got 3"),
         (lambda: empty().layer(-1), "layer: expected 0 to 2, got -1"),
         (lambda: empty().layer(True), "layer: expected an integer, got True"),
         (lambda: empty().with_layer(3, empty().layer(0)), "layer: expected 0 to 2, got 3"),
+        (lambda: empty().with_layer(0, empty().blocks[0]), "rows: expected a KVRows, got "),
         (
             lambda: empty().with_layer(1, empty().layer(0)),
             "rows: expected layer 1, from byte .* of a slot, got rows from byte 0",
@@ -197,6 +200,8 @@ def test_the_limit_is_of_the_slots_on_one_device():
     assert [block.shape for block in create(22_369_620).blocks] == [(22_369_620, 192)] * 3
     with pytest.raises(ValueError, match="slots: expected at most 22369620, the limit of 2 GiB"):
         create(22_369_622)
+    with pytest.raises(ValueError, match="slots: expected a multiple of 2, .* got 3"):
+        create(3)
 
 
 # --- copies
@@ -224,6 +229,7 @@ def test_a_snapshot_outlives_the_donation_of_the_cache():
         ([3, -1, 1, 0], [-1, 2, 0, -1], [1, 1, 2, 3]),  # -1 skips a pair
         ([4, 0], [1, 4], [0, 1, 2, 3]),  # so does a slot outside
         ([3, -1], [1, 1], [0, 3, 2, 3]),  # what is skipped may name any slot
+        ([0, 1], [4, 4], [0, 1, 2, 3]),  # and so may what lies outside
         ([], [], [0, 1, 2, 3]),
     ],
 )
@@ -353,6 +359,8 @@ def test_what_is_not_an_exported_slot_is_refused():
         empty().import_slot(0, empty().layer(0))
     with pytest.raises(ValueError, match="b: expected integers"):
         empty().export_slot(0.5, 3)
+    with pytest.raises(ValueError, match=r"b: expected shape \(\), got \(1,\)"):
+        empty().export_slot([0], 3)
     with pytest.raises(ValueError, match=r"next_position: expected shape \(\), got \(1,\)"):
         empty().export_slot(0, [3])
     for slot in (-1, 4):

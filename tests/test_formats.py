@@ -95,6 +95,7 @@ SIZES = [
     (V32.with_width(192), 192, 256, 4, 260),
     (BF16.with_width(3), 3, 6, 0, 6),
     (V41_FP4.with_width(64), 64, 32, 4, 36),
+    (KVCacheFormat("", "e4m3", 9, 1, "ue8m0").with_width(1), 1, 1, 1, 2),
 ]
 
 
@@ -106,6 +107,7 @@ SIZES = [
 def test_sizes(fmt, elements, data_bytes, scale_bytes, row_bytes):
     assert fmt.num_elements == elements
     assert (fmt.data_bytes, fmt.scale_bytes, fmt.row_bytes) == (data_bytes, scale_bytes, row_bytes)
+    assert fmt.num_scales == scale_bytes / (4 if fmt.scale_dtype == "float32" else 1)
     data = jax.eval_shape(lambda: quantize_eagerly(jnp.zeros((2, 3, elements)), fmt))
     chex.assert_shape(data, (2, 3, row_bytes))
     chex.assert_type(data, jnp.uint8)
@@ -130,6 +132,10 @@ def test_a_row_may_have_one_value_and_a_call_one_row():
 def test_a_width_keeps_everything_else():
     assert V41.with_width(64).with_width(512) == V41
     assert V4.with_width(128) != V4
+
+
+def test_a_note_does_not_make_another_format():
+    assert dataclasses.replace(V41, note="") == V41
 
 
 # --- rows recorded from PyTorch

@@ -342,6 +342,15 @@ def test_an_extra_cache_is_the_merge_of_two_calls_by_lse(implementation):
     check(got, (np.sum(weights[..., None] * outs, axis=0), lse))
 
 
+def test_a_query_of_more_rows_than_a_chunk_holds_is_a_chunk_of_its_own(implementation):
+    q, cache, _, sink = make_case(dataclasses.replace(ODD, n=3, k=8200), case_holes, 0xFF)
+    out, lse = attend(q, cache, implementation, sink=sink)
+    for t in range(3):
+        alone = dataclasses.replace(cache, indices=cache.indices[t : t + 1], lengths=None)
+        want = attend(q[t : t + 1], alone, implementation, sink=sink)
+        check((out[t : t + 1], lse[t : t + 1]), [np.asarray(part) for part in want])
+
+
 def test_parts_are_merged_by_their_lse_and_the_sink_counts_once():
     # Values 1 and 4 with masses 1 and 2 give (1 + 8) / 3, and a sink of mass 3 halves that, however
     # large all masses are. A part without rows has no say, and two of them give 0.
@@ -356,6 +365,27 @@ def test_parts_are_merged_by_their_lse_and_the_sink_counts_once():
     got = jax.jit(merge)(parts, np.float32(sink))
     expected = [3.0, 1.5, 1.5, 1.5, 2.0, 0.0]
     np.testing.assert_allclose(got, np.transpose([expected] * 2), rtol=1e-5)
+
+
+def test_gradients_of_merged_parts_are_those_of_float64_differences():
+    # The second query has no row in either part, and the third none in the first.
+    none = -math.inf
+    out = np.asarray([[[1.0], [0.0], [0.0]], [[4.0], [0.0], [3.0]]], np.float32)
+    lses = np.asarray([[0.2, none, none], [0.7, none, 0.4]], np.float32)
+    sink = np.asarray([0.3, 0.3, -0.1], np.float32)
+
+    def loss(sink):
+        parts = list(zip(jnp.asarray(out), jnp.asarray(lses), strict=True))
+        return jnp.sum(merge(parts, sink))
+
+    def exact(sink):
+        mass = np.exp(lses.astype(np.float64))
+        total = np.sum(mass, axis=0) + np.exp(sink)
+        return np.sum(np.sum(mass * out[..., 0], axis=0) / total)
+
+    step = 1e-5 * np.eye(3)
+    slopes = [(exact(sink + change) - exact(sink - change)) / 2e-5 for change in step]
+    np.testing.assert_allclose(jax.grad(loss)(sink), slopes, rtol=1e-4)
 
 
 @pytest.mark.parametrize("k", [9, 0])
@@ -542,9 +572,11 @@ def test_gradients_are_those_of_float64_differences(case, implementation):
 
 
 def test_gradients_of_many_queries_are_not_those_of_rows_that_fill_the_last_chunk(implementation):
-    # 61 such queries fit a chunk; the first row, which nobody names, is NaN.
+    # 61 such queries fit a chunk; the rows that nobody names, the first two too, are NaN.
     shape = dataclasses.replace(ODD, n=65, heads=2)
     q, cache, _, _ = make_case(shape, case_all_there, 0xFF)
+    cache.indices = np.maximum(cache.indices, 2)
+    cache = cache.poisoned(0xFF)
     sink, step = np.asarray([0.3, -2.0]), np.diag([1e-5] * 2)
 
     @jax.jit

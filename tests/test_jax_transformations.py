@@ -1,5 +1,6 @@
 """jit, vmap, grad and export of the public calls, and what makes them compile again."""
 
+import dataclasses
 import functools
 
 import chex
@@ -187,18 +188,29 @@ def test_a_saved_decode_step_is_the_step_and_updates_the_cache_in_place():
         chex.assert_trees_all_equal(caches[0].snapshot(), caches[1].snapshot())
 
 
-def test_every_pytree_of_the_library_survives_a_saved_program():
+def pytrees() -> tuple:
+    """One of each that the library has."""
     cache = random_cache(0, layers=2)
-    prefill = swa.PrefillMetadata.build(GEOMETRY, [1], [3], [2], max_tokens=4)
-    values = (
+    return (
         cache,
         cache.layer(1),
         cache.export_slot(1, 5),
         swa.DecodeMetadata.build(GEOMETRY, [1], [[3]]),
-        prefill,
+        swa.PrefillMetadata.build(GEOMETRY, [1], [3], [2], max_tokens=4),
         swa.SequenceMetadata.build(1, 2),
         ExtraKV(cache.layer(0), jnp.zeros((1, 2), jnp.int32)),
     )
+
+
+def test_pytrees_are_values_that_nobody_changes():
+    for value in pytrees():
+        for field in dataclasses.fields(value):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(value, field.name, None)
+
+
+def test_every_pytree_of_the_library_survives_a_saved_program():
+    values = pytrees()
     exported = jax.export.export(jax.jit(lambda values: values))(values)
     again = jax.export.deserialize(exported.serialize())
     assert again.in_tree == exported.in_tree

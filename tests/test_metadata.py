@@ -60,6 +60,7 @@ def test_too_many_tokens_name_window_capacity_tokens_and_the_largest_step():
         [[-1, 3]],  # padding first
         [[3, -1, 4]],
         [[3, -1, 3]],
+        [[3, -1, 0]],
     ],
 )
 def test_positions_of_a_step_are_consecutive_with_padding_last(positions):
@@ -125,6 +126,12 @@ def test_a_prefill_names_no_slot_twice_and_stores_the_end_of_each_request(capaci
         ]
 
 
+def test_a_prefill_may_have_as_many_tokens_as_int32_counts():
+    build = functools.partial(prefill, SMALL, max_tokens=LAST_POSITION)
+    meta = jax.eval_shape(build, *[jax.ShapeDtypeStruct((1,), "int32")] * 3)
+    assert meta.slots.shape == (LAST_POSITION,)
+
+
 # --- what both refuse and take
 
 
@@ -134,8 +141,9 @@ def test_two_requests_with_tokens_never_share_a_state_slot():
         decode(SMALL, [1, 0, 1], [[0], [0], [3]])
     with pytest.raises(ValueError, match=message):
         prefill(SMALL, [1, 0, 1], [0, 0, 0], [1, 1, 1], max_tokens=1)
-    with pytest.raises(ValueError, match=r"state_ids: expected distinct .* got \[0, 0\]"):
-        decode(SMALL, [0, 0], [[0], [3]])
+    for positions in ([[0], [3]], [[0, -1], [3, -1]]):
+        with pytest.raises(ValueError, match=r"state_ids: expected distinct .* got \[0, 0\]"):
+            decode(SMALL, [0, 0], positions)
 
 
 def test_requests_without_tokens_or_without_a_slot_may_share_one():
@@ -155,11 +163,20 @@ def test_requests_without_tokens_or_without_a_slot_may_share_one():
         (lambda: decode(SMALL, [0], [0]), r"positions: expected shape \(any, any\), got \(1,\)"),
         (lambda: decode(SMALL, [0, 1], [[0]]), r"state_ids: expected shape \(1\), got \(2,\)"),
         (lambda: prefill(SMALL, [0.0], [0], [1], max_tokens=1), "state_ids: expected integers"),
+        (lambda: prefill(SMALL, 0, 0, 1, max_tokens=1), r"state_ids: expected shape \(any\), got"),
         (lambda: prefill(SMALL, [0], [0.0], [1], max_tokens=1), "starts: expected integers"),
         (lambda: prefill(SMALL, [0], [0], [True], max_tokens=1), "lengths: expected integers"),
         (lambda: prefill(SMALL, [0], [0], [2], max_tokens=1), r"lengths: expected 0 to 1, got \[2"),
         (lambda: prefill(SMALL, [0], [0], [-1], max_tokens=1), "lengths: expected 0 to 1"),
+        (
+            lambda: prefill(SMALL, [0, 1], [0, 0], [2, 1], max_tokens=1),
+            r"lengths: expected 0 to 1, got \[2, 1\]",
+        ),
         (lambda: prefill(SMALL, [0], [-1], [1], max_tokens=1), "starts: expected positions within"),
+        (
+            lambda: prefill(SMALL, [0, 1], [0, -1], [1, 1], max_tokens=1),
+            r"starts: expected positions within int32, got \[0, -1\]",
+        ),
         (lambda: prefill(SMALL, [0], [0, 1], [1], max_tokens=1), r"starts: expected shape \(1\)"),
         (lambda: prefill(SMALL, [0], [0], [1, 1], max_tokens=1), r"lengths: expected shape \(1\)"),
         (lambda: prefill(SMALL, [0], [0], [1], max_tokens=0), "max_tokens: expected an integer"),
@@ -224,6 +241,6 @@ def test_a_sequence_is_one_segment_from_position_0_by_default():
 
 
 def test_a_token_without_position_or_segment_is_padding():
-    meta = sequence(1, 4, [[0, 1, -1, 0]], [[0, 0, 5, -7]])
-    np.testing.assert_array_equal(meta.positions, [[0, 1, -1, -1]])
-    np.testing.assert_array_equal(meta.segment_ids, [[0, 0, -1, -1]])
+    meta = sequence(1, 5, [[0, 1, -1, 0, 0]], [[0, 0, 5, -7, -1]])
+    np.testing.assert_array_equal(meta.positions, [[0, 1, -1, -1, -1]])
+    np.testing.assert_array_equal(meta.segment_ids, [[0, 0, -1, -1, -1]])

@@ -46,10 +46,14 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each module with the tests that hold it, the quickest first. Interpreted kernels do not run it.
 STORE = ["tests/test_fused_store.py", "-k", "not interpret"]
 READ = ["tests/test_indexed_attention.py"]
+PYTREES = ["tests/test_jax_transformations.py::" + name for name in (
+    "test_pytrees_are_values_that_nobody_changes",
+    "test_every_pytree_of_the_library_survives_a_saved_program",
+)]  # fmt: skip
 MODULES = {
     "swa_jax/ring.py": ["tests/test_ring.py", "tests/test_metadata.py"],
-    "swa_jax/metadata.py": ["tests/test_metadata.py"],
-    "swa_jax/cache.py": ["tests/test_cache.py"],
+    "swa_jax/metadata.py": ["tests/test_metadata.py", *PYTREES],
+    "swa_jax/cache.py": ["tests/test_cache.py", *PYTREES],
     "pallas_kernels/formats.py": ["tests/test_formats.py"],
     "pallas_kernels/codec.py": ["tests/test_formats.py"],
     "pallas_kernels/fused_store/xla.py": STORE,
