@@ -270,7 +270,8 @@ def _jvp(primals, tangents, *, call: _Call):
     moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
     def function(*values):
-        leaves = list(primals)
+        # A constant may come as a NumPy array.
+        leaves = [jax.numpy.asarray(primal) for primal in primals]
         for i, value in zip(moving, values, strict=True):
             leaves[i] = value
         return jax.tree.leaves(call.xla(*leaves))
