@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from benchmark_clock import Figure
 from benchmark_settings import Settings, filled_rows
+from whole_copies import whole_copies
 
 import swa_jax as swa
 from pallas_kernels import indexed_attention
@@ -101,19 +101,7 @@ def cache_copies(block: str, scan_layers: bool) -> int:
     )
     lowered, cache = _lowered(block, config)
     text = lowered.compile(QUICK).as_text()
-    return copies_of(text, cache.blocks[0].shape)
-
-
-def copies_of(text: str, shape: tuple[int, ...]) -> int:
-    """Instructions of a compiled program that copy bytes of a shape.
-
-    Args:
-      text: the program, as XLA prints it.
-      shape: of uint8, two numbers.
-    """
-    slots, size = shape
-    copy = re.compile(rf"= .*u8\[{slots},{size}\].* copy(-start)?\(")
-    return sum(1 for line in text.splitlines() if copy.search(line))
+    return len(whole_copies(text, cache.blocks[0].shape))
 
 
 def _lowered(block: str, config: swa.DecoderConfig) -> tuple[Any, swa.RingCache]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gpu_compiler
+from whole_copies import whole_copies
 
 # Entries of XLA's list that launch nothing themselves.
 CONTROL = frozenset(["kWhile", "kConditional", "kSequential", "kCommandBuffer", "kWaitForStreams"])
@@ -87,9 +88,7 @@ class Program:
         Args:
           shape: of the array, such as a block of a cache.
         """
-        array = re.escape(f"u8[{','.join(map(str, shape))}]")
-        copy = re.compile(rf"= .*{array}.* copy(-start)?\(")
-        return [line.strip() for line in self.compiled.hlo.splitlines() if copy.search(line)]
+        return whole_copies(self.compiled.hlo, shape)
 
     @property
     def entry_launches(self) -> int:

@@ -5,7 +5,6 @@ A process has the devices it starts with, so these programs cannot run in the te
 
 import dataclasses
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from swa_jax.parameter_sharding import parameter_shardings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from collectives import carrying_rows, find_collectives
+from whole_copies import whole_copies
 
 WINDOW = 16
 ATTENTION = attention_config(WINDOW, swa.V41, num_heads=4, o_groups=4)
@@ -97,7 +97,6 @@ def step_figures(step, cache, *arguments, activation: int) -> dict:
     compiled = lowered.compile(compiler_options=QUICK_COMPILATION)
     text, memory = compiled.as_text(), compiled.memory_analysis()
     block = cache.blocks[0].sharding.shard_shape(cache.blocks[0].shape)
-    copy = re.compile(rf"= .*u8\[{block[0]},{block[1]}\].* copy(-start)?\(")
     found = find_collectives(text)
     first, shardings = cache.blocks[0], {str(cache.blocks[0].sharding)}
     for _ in range(3):  # a compiled program takes no argument that lies elsewhere
@@ -108,7 +107,7 @@ def step_figures(step, cache, *arguments, activation: int) -> dict:
         "carrying_rows": len(carrying_rows(found, activation)),
         "cache_per_device": cache.memory.bytes_per_device,
         "aliased": memory.alias_size_in_bytes,
-        "copies": len([line for line in text.splitlines() if copy.search(line)]),
+        "copies": len(whole_copies(text, block)),
         "shardings": sorted(shardings),
         "donated": first.is_deleted(),
     }

@@ -1,7 +1,6 @@
 """The compiled steps: the donated cache is updated in place, and idle slots cost nothing."""
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from quick_compilation import QUICK_COMPILATION
 from small_models import attention_config, decoder_config, decoder_params
+from whole_copies import whole_copies
 
 import swa_jax as swa
 from pallas_kernels import load_rows, store_rows
@@ -38,13 +38,11 @@ class Compiled(NamedTuple):
 def compile_step(step: Callable, cache: swa.RingCache, *others: Any, donate=True) -> Compiled:
     jitted = jax.jit(step, donate_argnums=0 if donate else ())
     compiled = jitted.lower(cache, *others).compile(compiler_options=QUICK_COMPILATION)
-    slots, size = cache.blocks[0].shape
-    whole_copy = re.compile(rf"= .*u8\[{slots},{size}\].* copy(-start)?\(")
     text = compiled.as_text()
     assert text is not None
     memory = compiled.memory_analysis()
     return Compiled(
-        [line.strip() for line in text.splitlines() if whole_copy.search(line)],
+        whole_copies(text, cache.blocks[0].shape),
         cache.nbytes - memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
     )
