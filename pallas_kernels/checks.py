@@ -136,8 +136,10 @@ def check_integer(name: str, value: Any, smallest: int) -> None:
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raises ValueError unless the value is an integer of 1 or more."""
+    """Raises ValueError unless the value is an integer of 1 or more that int32 holds."""
     check_integer(name, value, 1)
+    if value > INT32_MAX:
+        raise ValueError(f"{name}: expected at most {INT32_MAX}, got {value}")
 
 
 def check_positive(name: str, value: Any) -> None:

@@ -255,8 +255,10 @@ def begin_prefilled(
       As `begin`.
 
     Raises:
-      ValueError: as `begin`, or a wrong shape, a state slot out of range or given twice.
+      ValueError: as `begin`, or a wrong shape or dtype, a number out of range, or a state slot out
+        of range or given twice.
     """
+    checks.check_floating("last", last)
     checks.check_shape("last", last, (None, model.config.hidden_size))
     batch = last.shape[0]
     given = {"state_ids": state_ids, "lengths": lengths, "oldest": oldest}
@@ -266,6 +268,13 @@ def begin_prefilled(
     ids = checked_slots(state_ids, cache.slots)
     check_distinct("state_ids", ids)
     check_places(cache.sharding, cache.slots, ids)
+    if np.any(np.asarray(lengths) < 1):
+        raise ValueError(f"lengths: expected 1 or more, got {np.asarray(lengths).tolist()}")
+    if np.any((np.asarray(oldest) < 0) | (np.asarray(oldest) > np.asarray(lengths))):
+        raise ValueError(
+            f"oldest: expected 0 to the lengths {np.asarray(lengths).tolist()}, got "
+            f"{np.asarray(oldest).tolist()}"
+        )
     settings = checked_settings(model, lengths, max_new_tokens, sampling, stop_tokens)
     return _begin(model, params, cache, last, state_ids, lengths, oldest, *settings)
 
@@ -287,8 +296,11 @@ def rollback(state: DecodeState, positions: ArrayLike, tokens: ArrayLike) -> Dec
     Raises:
       ValueError: a token below 0, a position later than the present one, or farther back than the
         ring holds: more than capacity - window before the highest position stored, or before rows
-        that were imported. A snapshot or a new prefill reaches those.
+        that were imported. A snapshot or a new prefill reaches those. Or a traced value: how far
+        a request may go back depends on its numbers.
     """
+    if not checks.is_known(positions, tokens, state.positions):
+        raise ValueError("rollback: expected known values, got traced ones: call it outside jit")
     positions = checks.as_int32("positions", positions)
     tokens = checks.as_int32("tokens", tokens)
     for name, value in (("positions", positions), ("tokens", tokens)):

@@ -174,10 +174,11 @@ class SequenceMetadata:
           batch: B.
           tokens: T.
           positions: integers[B, T].
-          segment_ids: integers[B, T], for rows packed from several sequences.
+          segment_ids: integers[B, T], for rows packed from several sequences, each in one piece.
 
         Raises:
-          ValueError: a wrong shape or dtype, or more tokens in all than int32 counts.
+          ValueError: a wrong shape or dtype; more tokens in all than int32 counts; known values
+            that are not consecutive within a segment, or a segment in several pieces.
         """
         checks.check_integer("batch", batch, 0)
         checks.check_integer("tokens", tokens, 0)
@@ -191,6 +192,7 @@ class SequenceMetadata:
         segment_ids = checks.as_int32("segment_ids", segment_ids)
         checks.check_shape("positions", positions, shape)
         checks.check_shape("segment_ids", segment_ids, shape)
+        _check_known_segments(positions, segment_ids)
         padding = (positions < 0) | (segment_ids < 0)
         return cls(jnp.where(padding, -1, positions), jnp.where(padding, -1, segment_ids))
 
@@ -227,6 +229,26 @@ def _check_known_values(state_ids, positions) -> None:
             f"{places.tolist()}"
         )
     check_distinct("state_ids", states, real.any(axis=1) & (states >= 0))
+
+
+def _check_known_segments(positions, segment_ids) -> None:
+    known = _known(positions, segment_ids)
+    if known is None:
+        return
+    places, segments = known
+    real = (places >= 0) & (segments >= 0)
+    goes_on = real[:, 1:] & real[:, :-1] & (segments[:, 1:] == segments[:, :-1])
+    if np.any(goes_on & (places[:, 1:] != places[:, :-1] + 1)):
+        raise ValueError(
+            f"positions: expected consecutive positions within a segment, got {places.tolist()}"
+        )
+    begins = real.copy()
+    begins[:, 1:] &= ~goes_on
+    pieces = np.stack([np.nonzero(begins)[0], segments[begins]])
+    if np.unique(pieces, axis=1).shape != pieces.shape:
+        raise ValueError(
+            f"segment_ids: expected each segment of a row in one piece, got {segments.tolist()}"
+        )
 
 
 def _check_known_chunks(starts, lengths, max_tokens: int) -> None:

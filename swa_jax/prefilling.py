@@ -13,7 +13,13 @@ from pallas_kernels import checks
 from swa_jax.cache import RingCache
 from swa_jax.metadata import DecodeMetadata, PrefillMetadata
 from swa_jax.modules import Decoder
-from swa_jax.placement import check_places, checked_slots, replicate, replicated
+from swa_jax.placement import (
+    check_distinct,
+    check_places,
+    checked_slots,
+    replicate,
+    replicated,
+)
 from swa_jax.prompts import Prompt, all_token_ids
 
 Params = Any
@@ -79,13 +85,15 @@ def prefill(
       The new cache, and the hidden states of the prompts' last tokens, floating[B, hidden].
 
     Raises:
-      ValueError: no prompt, an empty one, or token ids out of range.
+      ValueError: no prompt, an empty one, or token ids out of range; a state slot out of range or
+        given twice.
     """
     checks.check_count("chunk", chunk)
     rows = all_token_ids(model, prompts)
     state_ids = checks.as_int32("state_ids", state_ids)
     checks.check_shape("state_ids", state_ids, (len(rows),))
     ids = checked_slots(state_ids, cache.slots)
+    check_distinct("state_ids", ids)
     check_places(cache.sharding, cache.slots, ids)
     longest = max(map(len, rows))
     width = min(chunk, 1 << (longest - 1).bit_length())

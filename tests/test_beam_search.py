@@ -193,6 +193,29 @@ def test_a_search_ends_once_no_beam_can_reach_those_that_have_ended(monkeypatch)
         assert len(blocks) == count  # of two steps, for three tokens after the first
 
 
+@pytest.mark.parametrize(
+    ("alpha", "worst", "settled"),
+    [
+        (0.0, -1.5, True),
+        (1.0, -1.5, False),  # -4 over 8 tokens is -0.5 each
+        (1.0, -0.5, True),
+        (1.0, -0.51, False),
+        (0.5, -1.4, True),  # -4 / 8**0.5 is -1.414
+        (0.5, -1.42, False),
+    ],
+)
+def test_a_beam_may_still_reach_what_its_score_is_if_nothing_but_certain_tokens_follow(
+    alpha, worst, settled
+):
+    state = dataclasses.replace(
+        state_of(2, 2),
+        log_probability=jnp.asarray([-4.0, -9.0]),
+        ended_scores=jnp.asarray([-0.1, worst]),
+        alpha=jnp.float32(alpha),
+    )
+    assert beam_module._is_settled(state) == settled
+
+
 def test_nothing_is_compiled_again_for_another_prompt_stop_token_or_power():
     def sizes():
         programs = beam_block, beam_module._begin_beams, prefilling.prefill_chunk

@@ -226,6 +226,15 @@ def test_requests_go_on_from_rows_that_are_in_the_cache_already(greedy):
     for ids, message in ([0, 1, 3], "state_ids: expected 0 to 2"), ([1, 1, 0], "expected distinct"):
         with pytest.raises(ValueError, match=message):
             decoding.begin_prefilled(MODEL, PARAMS, cache, last, ids, lengths, **arguments)
+    for change, message in [
+        ({"last": last.astype(jnp.int32)}, "last: expected a floating dtype"),
+        ({"lengths": [3, 0, 4]}, r"lengths: expected 1 or more, got \[3, 0, 4\]"),
+        ({"lengths": [3] * 3, "oldest": [0, 4, 0]}, r"oldest: expected 0 to .* got \[0, 4, 0\]"),
+        ({"oldest": [0, 0, -1]}, r"oldest: expected 0 to the lengths .* got \[0, 0, -1\]"),
+    ]:
+        given = {"last": last, "state_ids": slots, "lengths": lengths} | arguments | change
+        with pytest.raises(ValueError, match=message):
+            decoding.begin_prefilled(MODEL, PARAMS, cache, **given)
     state = decoding.begin_prefilled(MODEL, PARAMS, cache, last, slots, lengths, **arguments)
     tokens = [[int(token)] for token in state.tokens]
     state, block = decode(state)
@@ -511,6 +520,11 @@ def test_rollback_refuses_misshapen_arguments(advanced, positions, tokens, messa
         decoding.rollback(advanced, positions, tokens)
 
 
+def test_rollback_says_that_it_is_not_for_jit(advanced):
+    with pytest.raises(ValueError, match="rollback: expected known values, got traced ones"):
+        jax.jit(decoding.rollback)(advanced, advanced.positions, advanced.tokens)
+
+
 # --- refusals
 
 
@@ -534,6 +548,7 @@ def changed_sampling(**fields):
         ({"prompts": [[True]]}, r"prompts\[0\]: expected token ids from 0 to 49, got \[True\]"),
         ({"block_steps": 0}, "block_steps: expected an integer of 1 or more, got 0"),
         ({"block_steps": 2.0}, "block_steps: expected an integer of 1 or more, got 2.0"),
+        ({"block_steps": 2**31}, "block_steps: expected at most 2147483647, got 2147483648"),
         ({"block_steps": True}, "block_steps: expected an integer of 1 or more, got True"),
         ({"prefill_chunk": 0}, "chunk: expected an integer of 1 or more, got 0"),
         ({"prefill_chunk": 8.0}, "chunk: expected an integer of 1 or more, got 8.0"),
@@ -578,6 +593,11 @@ def test_stream_refuses_before_it_is_asked_for_a_block():
         swa.stream(MODEL, PARAMS, [], max_new_tokens=4)
     with pytest.raises(ValueError, match="prefill_chunk: expected an integer of 1 or more, got 0"):
         swa.stream(MODEL, PARAMS, PROMPTS, max_new_tokens=4, prefill_chunk=0)
+
+
+def test_a_prefill_takes_a_state_slot_once():
+    with pytest.raises(ValueError, match=r"state_ids: expected distinct .* got \[0, 0\]"):
+        decoding.prefill(MODEL, PARAMS, empty_cache(2), [0, 0], PROMPTS[:2])
 
 
 def test_a_cache_with_too_few_slots_is_refused():

@@ -197,6 +197,16 @@ def test_requests_without_tokens_or_without_a_slot_may_share_one():
         (lambda: sequence(1, 2, [[0.0, 1.0]]), "positions: expected integers"),
         (lambda: sequence(1, 2, [[0, 1, 2]]), r"positions: expected shape \(1, 2\), got \(1, 3\)"),
         (lambda: sequence(1, 2, None, [0, 1]), r"segment_ids: expected shape \(1, 2\)"),
+        (lambda: sequence(1, 3, [[0, 1, 3]]), "positions: expected consecutive .* segment, got"),
+        (lambda: sequence(1, 2, [[1, 1]]), "positions: expected consecutive .* segment, got"),
+        (
+            lambda: sequence(2, 3, [[0, 1, 2], [0, 0, 1]], [[0, 0, 0], [1, 2, 1]]),
+            r"segment_ids: expected each .* in one piece, got \[\[0, 0, 0\], \[1, 2, 1\]\]",
+        ),
+        (
+            lambda: sequence(1, 3, [[0, -1, 1]]),
+            "segment_ids: expected each segment of a row in one piece",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(build, message):
@@ -232,6 +242,15 @@ def test_metadata_under_jit_is_the_same():
 
 
 # --- whole sequences
+
+
+def test_a_row_is_packed_from_sequences_of_any_length_and_first_position():
+    positions = [[7, 8, 0, 1, -1, 5], [0, 0, 0, 1, 2, 3]]
+    segments = [[1, 1, 0, 0, 0, 3], [4, 3, 2, 2, 2, 2]]  # and the other row may have them too
+    meta = sequence(2, 6, positions, segments)
+    np.testing.assert_array_equal(meta.positions, positions)
+    np.testing.assert_array_equal(meta.segment_ids, [[1, 1, 0, 0, -1, 3], segments[1]])
+    assert sequence(2, 0).positions.shape == (2, 0)
 
 
 def test_a_sequence_is_one_segment_from_position_0_by_default():

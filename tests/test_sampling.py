@@ -1,5 +1,7 @@
 """Samplers: the best token, the softmax's frequencies, the masks, and noise by key and position."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -223,6 +225,9 @@ def test_another_key_or_position_is_other_noise(change):
         positions = positions + np.int32(ROWS)
     assert not np.any(np.asarray(scored(logits, positions, request)) == scores)
     assert len(np.unique(scores)) == scores.size, "rows share no noise either"
+    request = dataclasses.replace(request, keys=request.keys[jnp.zeros(ROWS, jnp.int32)])
+    scores = np.asarray(scored(logits, positions, request))
+    assert len(np.unique(scores)) == scores.size, "nor do positions of one key"
 
 
 def test_scores_are_the_logits_at_temperature_zero_and_their_differences_above():
