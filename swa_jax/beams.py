@@ -129,6 +129,11 @@ def beam_search(
         ("block_steps", block_steps),
     ):
         checks.check_count(name, value)
+    if beams * max_new_tokens > checks.INT32_MAX:
+        raise ValueError(
+            f"max_new_tokens: expected at most {checks.INT32_MAX // beams} for each of {beams} "
+            f"beams, got {max_new_tokens}"
+        )
     stops, power = checked_stops(model, stop_tokens), checked_alpha(alpha, max_new_tokens)
     cache, last, length = prefill_first(model, params, prompt, beams, prefill_chunk, max_new_tokens)
     state = _begin_beams(

@@ -332,6 +332,7 @@ def test_samples_are_those_of_a_recompute_with_the_models_own_log_probabilities(
             {"sampling": dataclasses.replace(swa.Sampling.build(3), top_k=np.int32([3]))},
             r"sampling.top_k: expected shape \(3\), got \(1,\)",
         ),
+        (beam_search, {"max_new_tokens": 2**30}, "max_new_tokens: expected at most .* for each of"),
         (beam_search, {"stop_tokens": [6]}, "stop_tokens: expected token ids from 0 to 5"),
         (beam_search, {"prompt": []}, "prompt: expected at least one token"),
         (beam_search, {"prompt": [6]}, "prompt: expected token ids from 0 to 5"),
