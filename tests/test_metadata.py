@@ -245,11 +245,12 @@ def test_metadata_under_jit_is_the_same():
 
 
 def test_a_row_is_packed_from_sequences_of_any_length_and_first_position():
-    positions = [[7, 8, 0, 1, -1, 5], [0, 0, 0, 1, 2, 3]]
-    segments = [[1, 1, 0, 0, 0, 3], [4, 3, 2, 2, 2, 2]]  # and the other row may have them too
-    meta = sequence(2, 6, positions, segments)
-    np.testing.assert_array_equal(meta.positions, positions)
-    np.testing.assert_array_equal(meta.segment_ids, [[1, 1, 0, 0, -1, 3], segments[1]])
+    positions = [[7, 8, 0, 1, -1, 5], [0, 0, 0, 1, 2, 3], [9, 4, 0, 1, 2, 3]]
+    segments = [[1, 1, 0, 0, 0, 3], [4, 3, 2, 2, 2, 2], [-1, -1, 3, 3, 3, 3]]
+    meta = sequence(3, 6, positions, segments)
+    padding = [[0, 0, 0, 0, 1, 0], [0] * 6, [1, 1, 0, 0, 0, 0]]
+    np.testing.assert_array_equal(meta.positions, np.where(padding, -1, positions))
+    np.testing.assert_array_equal(meta.segment_ids, np.where(padding, -1, segments))
     assert sequence(2, 0).positions.shape == (2, 0)
 
 
