@@ -148,8 +148,9 @@ class KVCacheFormat:
           The format; V41 at width n has n + n / 32 bytes.
 
         Raises:
-          ValueError: the width does not fit the groups.
+          ValueError: the width is no integer or does not fit the groups.
         """
+        checks.check_integer("num_elements", num_elements, 0)
         if self.quantized_dtype is None:
             return dataclasses.replace(self, raw_elements=num_elements)
         quantized = num_elements - self.raw_elements
@@ -293,16 +294,16 @@ def dequantize_rows(
     return jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
 
 
-def check_format(fmt: KVCacheFormat) -> None:
+def check_format(fmt: KVCacheFormat, name: str = "fmt") -> None:
     """Raises ValueError unless `fmt` is a token-interleaved KVCacheFormat."""
-    checks.check_type("fmt", fmt, KVCacheFormat)
+    checks.check_type(name, fmt, KVCacheFormat)
     if not fmt.token_interleaved:
-        raise ValueError(f"fmt: expected a token-interleaved format, got page-planar {fmt.name}")
+        raise ValueError(f"{name}: expected a token-interleaved format, got page-planar {fmt.name}")
 
 
 def check_cache_format(name: str, fmt: KVCacheFormat) -> None:
     """Raises ValueError unless rows of the format can be stored and attended to."""
-    check_format(fmt)
+    check_format(fmt, name)
     if fmt.scale_dtype == "float32":
         raise ValueError(
             f"{name}: format {fmt.name} is for conversion only: its value is a part of its row"

@@ -540,6 +540,7 @@ def test_bad_rows_are_refused(call, message):
         (lambda: V41.with_width(100), "V41 expects a multiple of 32, got 100"),
         (lambda: V41.with_width(0), "V41 expects a multiple of 32, got 0"),
         (lambda: V4.with_width(64), "V4 expects a multiple of 64 plus 64, got 64"),
+        (lambda: V41.with_width("64"), "num_elements: expected an integer .*, got '64'"),
         (lambda: V41.with_width(64.0), "an integer of 0 or more, got 64.0"),
         (lambda: BF16.with_width(-1), "an integer of 0 or more, got -1"),
         (lambda: KVCacheFormat("none"), "at least one value in a row, got 0"),
@@ -569,7 +570,10 @@ def test_bad_rows_are_refused(call, message):
         (lambda: dataclasses.replace(F32, note=7), "note: expected a string, got 7"),
         (lambda: dataclasses.replace(F32, scales_last=1), "scales_last: expected True .*, got 1"),
         (lambda: dataclasses.replace(F32, token_interleaved=0), "expected True or False, got 0"),
-        (lambda: formats.check_cache_format("rows", "V41"), "expected a KVCacheFormat, got str"),
+        (
+            lambda: formats.check_cache_format("rows", "V41"),
+            "rows: expected a KVCacheFormat, got str",
+        ),
         (lambda: formats.check_cache_format("rows", V32), "rows: format V32 is for conversion"),
     ],
 )
