@@ -2,6 +2,7 @@
 
 import fractions
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,18 @@ def _normalise(x, square, weight, eps) -> Float32[Array, "*batch d"]:
     if weight is None:
         return normalised
     return normalised * jnp.broadcast_to(weight.astype(jnp.float32), x.shape)
+
+
+def checked_norm_eps(name: str, value: Any) -> float:
+    """What a norm adds to the mean square, a number that is part of the program.
+
+    Raises:
+      ValueError: it is traced, no number, below 0, or beyond float32.
+    """
+    eps = checks.as_float(name, value)
+    if not 0 <= eps <= float(np.finfo(np.float32).max):
+        raise ValueError(f"{name}: expected a finite number of 0 or more, got {value!r}")
+    return eps
 
 
 def check_rotation(width, tokens, cos, sin, pairing) -> None:

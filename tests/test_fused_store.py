@@ -345,6 +345,8 @@ def test_slots_may_be_integers_of_any_kind(dtype, implementation):
             {"cos": jnp.zeros((9, 33)), "sin": jnp.zeros((9, 33))},
             r"at most 32 pairs, got \(9, 33\)",
         ),
+        ({"norm_eps": -1.0}, "norm_eps: expected a finite number of 0 or more, got -1.0"),
+        ({"norm_eps": 1e39}, r"norm_eps: expected a finite number of 0 or more, got 1e\+39"),
         ({"pairing": "half"}, "pairing: expected one of 'interleaved', 'half_split', got 'half'"),
         ({"scale_floor": "none"}, "scale_floor: expected one of 'amax', 'scale', got 'none'"),
         ({"rows": jnp.zeros((5, 320), jnp.uint8)}, "rows: expected a KVRows, got ArrayImpl"),

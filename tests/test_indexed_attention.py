@@ -689,7 +689,14 @@ def test_a_query_of_numpys_own_dtype_is_taken_without_a_warning():
         ({"scale": True}, "scale: expected a number, got dtype bool"),
         ({"pairing": "half"}, "pairing: expected one of .*, got 'half'"),
         ({"output_format": V41}, "output_format: expected rows of 64 values, got 512"),
-        ({"output_format": "V41"}, "fmt: expected a KVCacheFormat, got str"),
+        ({"output_format": "V41"}, "output_format: expected a KVCacheFormat, got str"),
+        (
+            {"output_format": dataclasses.replace(SMALL.fmt, token_interleaved=False)},
+            "output_format: expected a token-interleaved format, got page-planar V41",
+        ),
+        ({"query_norm_eps": -1.0}, "query_norm_eps: expected a finite number of 0 or more, .*-1.0"),
+        ({"query_norm_eps": np.nan}, "query_norm_eps: expected a finite number .*, got nan"),
+        ({"query_norm_eps": np.inf}, "query_norm_eps: expected a finite number .*, got inf"),
     ],
 )
 def test_bad_arguments_are_refused(changes, message):

@@ -7,7 +7,7 @@ from pallas_kernels import checks, dispatch
 from pallas_kernels.formats import SCALE_FLOORS, ScaleFloor, check_cache_format
 from pallas_kernels.fused_store import xla
 from pallas_kernels.storage import KVRows, check_rows
-from pallas_kernels.transforms import check_rotation
+from pallas_kernels.transforms import check_rotation, checked_norm_eps
 
 OPERATION = dispatch.operation("fused_store", xla.fused_store, "pallas_kernels.fused_store.triton")
 
@@ -76,7 +76,7 @@ def fused_store(
         norm_weight.astype(jnp.float32),
         cos.astype(jnp.float32),
         sin.astype(jnp.float32),
-        norm_eps=checks.as_float("norm_eps", norm_eps),
+        norm_eps=checked_norm_eps("norm_eps", norm_eps),
         pairing=pairing,
         hadamard=hadamard,
         scale_floor=scale_floor,

@@ -11,7 +11,7 @@ from pallas_kernels.formats import KVCacheFormat, check_cache_format
 from pallas_kernels.indexed_attention import xla
 from pallas_kernels.serialization import register_serialization
 from pallas_kernels.storage import KVRows, check_rows
-from pallas_kernels.transforms import PAIRINGS, check_rotation
+from pallas_kernels.transforms import PAIRINGS, check_rotation, checked_norm_eps
 
 OPERATION = dispatch.operation(
     "indexed_attention", xla.indexed_attention, "pallas_kernels.indexed_attention.triton"
@@ -112,7 +112,7 @@ def indexed_attention(
                 f"output_format: expected rows of {width} values, got {output_format.num_elements}"
             )
     if query_norm_eps is not None:
-        query_norm_eps = checks.as_float("query_norm_eps", query_norm_eps)
+        query_norm_eps = checked_norm_eps("query_norm_eps", query_norm_eps)
     factor = width**-0.5 if scale is None else scale
     checks.check_number("scale", factor)
     checks.check_shape("scale", factor, ())
