@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +11,13 @@ from jaxtyping import Array
 
 from pallas_kernels import checks
 from swa_jax.config import AttentionConfig, DecoderConfig
-from swa_jax.files import read_safetensors, write_safetensors, write_whole
+from swa_jax.files import (
+    check_dtype,
+    checked_path,
+    read_safetensors,
+    write_safetensors,
+    write_whole,
+)
 from swa_jax.head_shards import shard_config as shard_config
 from swa_jax.reading import read_regular
 from swa_jax.tensor_files import open_tensors as open_tensors
@@ -153,31 +158,41 @@ def save_params(
 ) -> None:
     """Writes a parameter tree as safetensors, with its path joined by dots as each name.
 
-    The file appears whole or not at all.
+    The file appears whole or not at all, and what `load_params` would not read is not written.
 
     Args:
       path: the file.
-      params: a tree of arrays; partitioning boxes are taken off.
+      params: a tree of arrays; partitioning boxes are taken off. It comes back as dictionaries:
+        a dot in a name parts it in two, and items of a list are named by their numbers.
       metadata: texts to keep in the header.
       dtype: dtype to cast floating arrays of more than one axis to, such as "bfloat16"; vectors
         (norm weights, sinks) stay as they are. None: as they are.
 
     Raises:
-      ValueError: two parameters have one name, or the dtype is no floating one.
+      ValueError: there is no parameter, two have one name, or one lies where another has its
+        branches; an array has a dtype that safetensors or NumPy has not; the metadata is no texts
+        by name; or the dtype is no floating one.
       OSError: the file cannot be written.
     """
+    path = checked_path("path", path)
+    checks.check_type("params", params, Mapping)
     if dtype is not None:
         checks.check_choice("dtype", dtype, ("bfloat16", "float16", "float32"))
     arrays = {}
     for keys, value in jax.tree_util.tree_leaves_with_path(params):
         name = parameter_name(keys)
-        array = np.asarray(jax.device_get(value))
-        if dtype is not None and array.ndim > 1 and jnp.issubdtype(array.dtype, jnp.floating):
-            array = array.astype(jnp.dtype(dtype))
         if name in arrays:
             raise ValueError(f"params: expected a name for each parameter, got {name} twice")
-        arrays[name] = np.ascontiguousarray(array)
-    write_whole(Path(path), write_safetensors(arrays, metadata or {}))
+        # a key's dtype is none of NumPy's, so it is looked at before the value
+        kind = value.dtype if isinstance(value, jax.Array) else np.asarray(value).dtype
+        if dtype is not None and np.ndim(value) > 1 and jnp.issubdtype(kind, jnp.floating):
+            kind = jnp.dtype(dtype)
+        check_dtype(f"params: {name}", kind)
+        arrays[name] = np.asarray(jax.device_get(value), kind, order="C")
+    if not arrays:
+        raise ValueError("params: expected at least one array, got none")
+    _as_tree("params", arrays)
+    write_whole(path, write_safetensors(arrays, {} if metadata is None else metadata))
 
 
 def load_params(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -193,13 +208,19 @@ def load_params(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str,
       ValueError: the file is not safetensors, is cut short, or its names are not those of a tree.
       OSError: it cannot be read.
     """
+    path = checked_path("path", path)
     tensors, metadata = read_safetensors(read_regular(path), str(path))
+    return _as_tree(str(path), tensors), metadata
+
+
+def _as_tree(source: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors in the tree that the dots of their names make; ValueError where they make none."""
     tree: dict[str, Any] = {}
     for name, array in tensors.items():
         *parents, leaf = name.split(".")
         if len(parents) > _MAX_PARENTS:
             raise ValueError(
-                f"{path}: expected a tree of at most {_MAX_PARENTS} levels, got {len(parents)} of "
+                f"{source}: expected a tree of at most {_MAX_PARENTS} levels, got {len(parents)} of "
                 f"them above a tensor"
             )
         branch = tree
@@ -208,6 +229,6 @@ def load_params(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str,
             if not isinstance(branch, dict):
                 break
         if not isinstance(branch, dict) or leaf in branch:
-            raise ValueError(f"{path}: expected {name!r} to lie in a tree, got two kinds of it")
+            raise ValueError(f"{source}: expected {name!r} to lie in a tree, got two kinds of it")
         branch[leaf] = array
-    return tree, metadata
+    return tree

@@ -12,6 +12,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from pallas_kernels import checks
 from swa_jax.json_fields import parse_json
 from swa_jax.reading import MAX_INDEX_BYTES
 
@@ -36,6 +37,7 @@ DTYPES: dict[str, np.dtype] = {
     }.items()
 }
 """NumPy's dtypes by their names in safetensors. A file may hold others, such as F4."""
+_DTYPE_NAMES = tuple(dtype.name for dtype in DTYPES.values())
 
 
 def read_safetensors(
@@ -68,7 +70,17 @@ def read_safetensors(
 
 
 def write_safetensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """The inverse of `read_safetensors`. Equal contents give equal bytes."""
+    """The inverse of `read_safetensors`. Equal contents give equal bytes.
+
+    Raises:
+      ValueError: a tensor has the name of the metadata, or that is no texts by name.
+    """
+    if "__metadata__" in tensors:
+        raise ValueError("tensors: expected other names than '__metadata__', got it")
+    checks.check_type("metadata", metadata, Mapping)
+    for name, text in metadata.items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ValueError(f"metadata: expected texts by name, got {name!r}: {text!r}")
     data = safetensors.numpy.save(dict(tensors), dict(metadata))
     # the library writes the metadata in any order
     return _encode_header(_parse_header(data)) + data[8 + int.from_bytes(data[:8], "little") :]
@@ -115,6 +127,19 @@ def write_whole(path: Path, data: bytes) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Raises ValueError unless a tensor of the dtype can be written and read."""
+    if dtype.name not in _DTYPE_NAMES:
+        raise ValueError(f"{name}: expected a dtype of {', '.join(_DTYPE_NAMES)}, got {dtype}")
+
+
+def checked_path(name: str, value: Any) -> Path:
+    """A file's or directory's path. ValueError for what is none."""
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(f"{name}: expected a path, got {type(value).__name__}")
+    return Path(value)
 
 
 def as_array(

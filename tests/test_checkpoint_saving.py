@@ -292,6 +292,49 @@ def test_parameters_of_one_name_and_dtypes_that_lose_them_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+ONES = np.ones(2, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("params", "metadata", "message"),
+    [
+        (None, None, "params: expected a Mapping, got NoneType"),
+        (ONES, None, "params: expected a Mapping, got ndarray"),
+        ({"a": {}}, None, "params: expected at least one array, got none"),
+        ({"a": ONES, "a.b": ONES}, None, "params: expected 'a.b' to lie in a tree"),
+        ({".".join("a" * 70): ONES}, None, "params: expected a tree of at most 64 levels, got 69"),
+        ({"a": ONES, "b": {"c": np.complex64([1])}}, None, "params: b.c: .*, got complex64"),
+        ({"a": np.ones(2, ml_dtypes.float8_e5m2)}, None, "params: a: .*, got float8_e5m2"),
+        ({"a": jnp.ones(2, jnp.int4)}, None, "params: a: .*, got int4"),
+        ({"a": jax.random.key(0)}, None, "params: a: .*, got key<fry>"),
+        ({"a": "one"}, None, "params: a: .*, got <U3"),
+        ({"a": object()}, None, "params: a: .*, got object"),
+        ({"__metadata__": ONES}, None, "tensors: expected other names than '__metadata__'"),
+        ({"a": ONES}, {"k": 5}, "metadata: expected texts by name, got 'k': 5"),
+        ({"a": ONES}, {5: "k"}, "metadata: expected texts by name, got 5: 'k'"),
+        ({"a": ONES}, "text", "metadata: expected a Mapping, got str"),
+    ],
+)
+def test_what_would_not_come_back_is_not_written(tmp_path, params, metadata, message):
+    with pytest.raises(ValueError, match=message):
+        save_params(tmp_path / "tree", params, metadata)
+    assert not list(tmp_path.iterdir())
+
+
+def test_scalars_and_dtypes_come_back_as_they_were(tmp_path):
+    values = [
+        np.float32(3),
+        jnp.bfloat16(2),
+        np.ones(2, ml_dtypes.float8_e4m3fn),
+        np.eye(3).T[:, ::2],
+    ]
+    save_params(tmp_path / "tree", {"a": values})
+    for i, value in enumerate(values):
+        loaded = load_params(tmp_path / "tree")[0]["a"][str(i)]
+        assert (loaded.dtype, loaded.shape) == (value.dtype, value.shape)
+        np.testing.assert_array_equal(loaded, np.asarray(value))
+
+
 @pytest.mark.parametrize("name", ["write", "replace"])
 def test_a_file_that_cannot_be_written_whole_is_left_as_it_was(tmp_path, monkeypatch, name):
     def fail(*_):
