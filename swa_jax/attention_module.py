@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import ExtraKV, KVRows
+from pallas_kernels import ExtraKV, KVRows, checks
 from pallas_kernels.dispatch import Implementation
 from swa_jax.attention import attention_layer, parameter_shapes
 from swa_jax.config import AttentionConfig
@@ -27,6 +27,10 @@ class SlidingWindowAttention(nn.Module):
     config: AttentionConfig
     round_trip: bool = True
     implementation: Implementation = None
+
+    def __post_init__(self):
+        checks.check_type("config", self.config, AttentionConfig)
+        super().__post_init__()
 
     @nn.compact
     def __call__(
@@ -56,6 +60,7 @@ class SlidingWindowAttention(nn.Module):
         Raises:
           ValueError: a wrong shape, dtype, format or geometry, or metadata without rows.
         """
+        checks.check_floating("x", x)
         if rows is None and not isinstance(meta, SequenceMetadata):
             meta = sequence_metadata(x, meta, positions, segment_ids)
         elif meta is None:

@@ -49,6 +49,8 @@ def attention_params(
     Raises:
       ValueError: missing, unexpected or misshapen tensors; one error lists them all.
     """
+    checks.check_type("tensors", tensors, Mapping)
+    checks.check_type("config", config, AttentionConfig)
     names = find_names(tensors)
     leaves = attention_leaves(config, names)
     return {"params": load_leaves("tensors", tensors, leaves, names, tensors)}
@@ -90,6 +92,7 @@ def load_attention(
         lists them; a layer that cannot be cut so; or as `open_tensors`.
       OSError: as `open_tensors`.
     """
+    checks.check_type("config", config, AttentionConfig)
     checks.check_integer("layer", layer, 0)
     source, tensors = _opened(path_or_tensors)
     names = find_names(tensors)
@@ -130,6 +133,7 @@ def load_decoder(
         lists them; or as `open_tensors`.
       OSError: as `open_tensors`.
     """
+    checks.check_type("config", config, DecoderConfig)
     source, tensors = _opened(path_or_tensors)
     names = find_names(tensors)
     leaves = decoder_leaves(config, names)
@@ -147,7 +151,8 @@ def _opened(path_or_tensors) -> tuple[str, Mapping[str, Any]]:
     """What messages call the tensors, and the tensors."""
     if isinstance(path_or_tensors, Mapping):
         return "tensors", path_or_tensors
-    return os.fspath(path_or_tensors), open_tensors(path_or_tensors)
+    path = checked_path("path_or_tensors", path_or_tensors)
+    return str(path), open_tensors(path)
 
 
 def save_params(
@@ -220,8 +225,8 @@ def _as_tree(source: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
         *parents, leaf = name.split(".")
         if len(parents) > _MAX_PARENTS:
             raise ValueError(
-                f"{source}: expected a tree of at most {_MAX_PARENTS} levels, got {len(parents)} of "
-                f"them above a tensor"
+                f"{source}: expected a tree of at most {_MAX_PARENTS} levels, got {len(parents)} "
+                f"of them above a tensor"
             )
         branch = tree
         for parent in parents:

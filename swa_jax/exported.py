@@ -42,6 +42,9 @@ class ExportedSlot:
         Args:
           model: which model the rows are of, as `prefixes.model_fingerprint` names it; who reads
             the bytes has to name the same one.
+
+        Raises:
+          ValueError: that is no text.
         """
         return write_safetensors(*self.to_tensors(model))
 
@@ -62,6 +65,7 @@ class ExportedSlot:
 
     def to_tensors(self, model: str = "") -> tuple[dict[str, np.ndarray], dict[str, str]]:
         """What `to_bytes` writes: arrays by name, and the texts of the header."""
+        checks.check_type("model", model, str)
         rows = np.asarray(self.data)
         metadata = {
             "window": str(self.geometry.window),
@@ -77,6 +81,7 @@ class ExportedSlot:
         cls, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str], model: str = ""
     ) -> "ExportedSlot":
         """The inverse of `to_tensors`. Raises ValueError as `from_bytes`; other tensors may be."""
+        checks.check_type("model", model, str)
         try:
             texts = {name: metadata[name] for name in _HEADER}
             rows, digest = tensors["rows"], metadata["sha256"]

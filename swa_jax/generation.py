@@ -11,7 +11,7 @@ from pallas_kernels import checks
 from swa_jax.cache import RingCache
 from swa_jax.decoding import DecodeState, begin, checked_settings, decode_block
 from swa_jax.drafting import Drafter, NGramDrafter
-from swa_jax.modules import Decoder
+from swa_jax.modules import Decoder, check_model
 from swa_jax.placement import DeviceAxes, check_batch
 from swa_jax.prefilling import Params
 from swa_jax.prompts import Prompt, all_token_ids, token_limits
@@ -56,9 +56,11 @@ def stream(
       The new tokens of each request, after the prefill and after each block.
 
     Raises:
-      ValueError: an empty prompt, a token id, a limit or a setting out of range, more drafts than
-        the ring has room for, a drafter without draft_tokens, or variables without their drafter.
+      ValueError: another kind of model or variables, an empty prompt, a token id, a limit or a
+        setting out of range, more drafts than the ring has room for, a drafter without
+        draft_tokens, or variables without their drafter.
     """
+    check_model(model, params)
     checks.check_count("block_steps", block_steps)
     checks.check_count("prefill_chunk", prefill_chunk)
     rows = all_token_ids(model, prompts)
@@ -175,6 +177,7 @@ def generate(
 
 def first_tokens(state: DecodeState) -> list[list[int]]:
     """The token that `begin` chose for each request, or nothing where it is a stop token."""
+    checks.check_type("state", state, DecodeState)
     tokens, stops = np.asarray(state.tokens), np.asarray(state.stop_tokens)
     stopped = np.any(tokens[:, None] == stops, axis=1)
     return [[] if stop else [int(token)] for token, stop in zip(tokens, stopped, strict=True)]
@@ -195,8 +198,10 @@ def go_on(
       The state after each block, and each request's new tokens.
 
     Raises:
-      ValueError: block_steps below 1.
+      ValueError: another kind of model, variables or state, or block_steps below 1.
     """
+    check_model(model, params)
+    checks.check_type("state", state, DecodeState)
     checks.check_count("block_steps", block_steps)
     while _unfinished(state):
         state, tokens = decode_block(model, params, state, block_steps)

@@ -1,6 +1,6 @@
 """Flax Linen: a decoder layer and a decoder."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import flax.linen as nn
@@ -35,6 +35,10 @@ class DecoderLayer(nn.Module):
     implementation: Implementation = None
     extra_hook: ExtraHook | None = None
     experts: ExpertsConfig | None = None
+
+    def __post_init__(self):
+        checks.check_type("config", self.config, AttentionConfig)
+        super().__post_init__()
 
     def __call__(
         self,
@@ -120,6 +124,10 @@ class Decoder(nn.Module):
     embed_hook: EmbedHook | None = None
     extra_hooks: Sequence[ExtraHook | None] | None = None
 
+    def __post_init__(self):
+        checks.check_type("config", self.config, DecoderConfig)
+        super().__post_init__()
+
     def setup(self):
         """Declares the parameters and layers."""
         config, layers = self.config, self.config.layers
@@ -136,6 +144,7 @@ class Decoder(nn.Module):
         self.norm = _Norm(layers[0])
         fields = (config.mlp_size, self.round_trip, self.implementation)
         hooks = (None,) * config.num_layers if self.extra_hooks is None else self.extra_hooks
+        checks.check_type("extra_hooks", hooks, Sequence)
         if len(hooks) != config.num_layers:
             raise ValueError(
                 f"extra_hooks: expected one for each of {config.num_layers} layers, or None, got "
@@ -238,7 +247,11 @@ class Decoder(nn.Module):
 
         Returns:
           float32[..., vocab_size].
+
+        Raises:
+          ValueError: they are not floating.
         """
+        checks.check_floating("hidden", hidden)
         table = self.head.astype(hidden.dtype)
         scores = jnp.einsum("...h,vh->...v", hidden, table, preferred_element_type=jnp.float32)
         return scores.astype(jnp.float32)
@@ -267,6 +280,14 @@ class Decoder(nn.Module):
         ):
             if want != got:
                 raise ValueError(f"cache: expected {name} {want}, got {got}")
+
+
+def check_model(model: Any, params: Any) -> None:
+    """Raises ValueError unless they are a decoder and variables, {"params": ...}."""
+    checks.check_type("model", model, Decoder)
+    if not isinstance(params, Mapping) or "params" not in params:
+        got = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
+        raise ValueError(f"params: expected {{'params': ...}}, got {got}")
 
 
 class _ScannedLayer(nn.Module):

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from pallas_kernels import checks
 from swa_jax.cache import RingCache
 from swa_jax.config import DecoderConfig, plain_config
 from swa_jax.exported import ExportedSlot
-from swa_jax.files import read_safetensors, write_safetensors, write_whole
-from swa_jax.modules import Decoder
+from swa_jax.files import checked_path, read_safetensors, write_safetensors, write_whole
+from swa_jax.modules import Decoder, check_model
 from swa_jax.placement import DeviceAxes
 from swa_jax.prefilling import Params, prefill_chunk
 from swa_jax.prompts import Prompt, token_ids
@@ -40,7 +40,12 @@ def model_fingerprint(config: DecoderConfig, params: Params) -> str:
 
     Returns:
       A sha256 in hexadecimal.
+
+    Raises:
+      ValueError: the one is no DecoderConfig, or the other no tree.
     """
+    checks.check_type("config", config, DecoderConfig)
+    checks.check_type("params", params, Mapping)
     digest = hashlib.sha256(_encode(plain_config(config)))
     for keys, value in jax.tree_util.tree_leaves_with_path(params):
         array = np.asarray(jax.device_get(value))
@@ -67,7 +72,7 @@ class PrefixStore:
     """
 
     def __init__(self, directory: str | os.PathLike[str], model: str):
-        self.directory = Path(directory)
+        self.directory = checked_path("directory", directory)
         self.model = model
         if not self.directory.is_dir():
             raise ValueError(f"directory: expected an existing one, got {directory}")
@@ -197,6 +202,8 @@ def prefill_from_prefixes(
         and `RingCache.import_slot`.
       NotImplementedError: the state slots are split over devices.
     """
+    check_model(model, params)
+    checks.check_type("cache", cache, RingCache)
     checks.check_count("chunk", chunk)
     tokens = token_ids(model, "prompt", prompt)
     if checks.known_int("slot", slot) not in range(cache.slots):

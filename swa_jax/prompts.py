@@ -26,6 +26,7 @@ def token_ids(model: Decoder, name: str, values: Prompt) -> Int32[np.ndarray, " 
     Raises:
       ValueError: there is none, or one is out of range.
     """
+    checks.check_type("model", model, Decoder)
     if isinstance(values, str):
         raise ValueError(f"{name}: expected token ids or bytes, got text {values!r}")
     row = np.frombuffer(values, np.uint8) if isinstance(values, bytes) else np.asarray(values)

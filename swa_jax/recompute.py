@@ -8,7 +8,7 @@ import numpy as np
 
 from swa_jax.cache import RingCache
 from swa_jax.decoding import replay
-from swa_jax.modules import Decoder
+from swa_jax.modules import Decoder, check_model
 from swa_jax.prefilling import Params, prefill
 from swa_jax.prompts import Prompt, token_ids
 from swa_jax.sampling import Sampling, allowed_tokens, checked_sampling, perturbed_scores
@@ -59,6 +59,7 @@ def compare_with_recompute(
     Raises:
       ValueError: prompt or tokens are empty or out of range, or settings of several requests.
     """
+    check_model(model, params)
     sampling = checked_sampling(Sampling.build(1) if sampling is None else sampling, 1)
     sequence = np.concatenate(
         [token_ids(model, "prompt", prompt), token_ids(model, "tokens", tokens)]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import safetensors
 
-from swa_jax.files import as_array, header_size, not_safetensors
+from swa_jax.files import as_array, checked_path, header_size, not_safetensors
 from swa_jax.json_fields import parse_json
 from swa_jax.reading import MAX_INDEX_BYTES, inside, open_regular, read_regular
 
@@ -82,7 +82,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFiles:
       ValueError: a file is not whole or not safetensors, or the index and its files differ.
       OSError: there is no such file, or it cannot be read.
     """
-    path = Path(path)
+    path = checked_path("path", path)
     if not path.is_dir():
         return TensorFiles(_read_entries(path))
     single, index = path / SINGLE, path / INDEX

@@ -15,7 +15,7 @@ import numpy as np
 from pallas_kernels import checks
 from swa_jax.block_scales import BLOCK_SIZES, E4M3, E8M0, quantize, scales_shape
 from swa_jax.config import DecoderConfig
-from swa_jax.files import make_header, open_new
+from swa_jax.files import checked_path, make_header, open_new
 from swa_jax.tensor_files import INDEX, SINGLE, listed
 from swa_jax.weight_names import (
     HUGGING_FACE,
@@ -78,6 +78,8 @@ def save_decoder(
       FileExistsError: the directory holds a checkpoint.
       OSError: it cannot be written.
     """
+    directory = checked_path("directory", directory)
+    checks.check_type("config", config, DecoderConfig)
     checks.check_choice("names", names, tuple(_CONVENTIONS))
     checks.check_choice("dtype", dtype, (None, "float32", "bfloat16", "e4m3"))
     if (checks.known_int("max_shard_bytes", max_shard_bytes) or 0) < 1:
@@ -95,7 +97,7 @@ def save_decoder(
     names_in_order = [part.name for leaf in unrolled for part in leaf.parts]
     order = {name: i for i, name in enumerate(names_in_order)}
     outputs.sort(key=lambda output: order[output.part.name])
-    _write(Path(directory), _split(outputs, max_shard_bytes))
+    _write(directory, _split(outputs, max_shard_bytes))
 
 
 def _values(params: Mapping[str, Any], leaves: Sequence[Leaf]) -> list[Any]:

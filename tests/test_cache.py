@@ -424,6 +424,14 @@ def test_rows_of_another_model_of_the_same_shape_are_refused(saved, asked):
         ExportedSlot.from_bytes(data, model=asked)
 
 
+def test_a_model_is_named_by_text():
+    exported = filled().export_slot(0, 3)
+    with pytest.raises(ValueError, match="model: expected a str, got NoneType"):
+        exported.to_bytes(None)
+    with pytest.raises(ValueError, match="model: expected a str, got int"):
+        ExportedSlot.from_bytes(exported.to_bytes(), 5)
+
+
 def test_bytes_whose_rows_were_changed_are_refused():
     tensors, metadata = read_safetensors(filled().export_slot(0, 3).to_bytes())
     rows = np.array(tensors["rows"])

@@ -473,6 +473,27 @@ def test_a_shard_that_is_not_there_is_refused(shard, text):
 
 
 @needs_smaps
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: load_decoder({}, ATTENTION),
+         "config: expected a DecoderConfig, got AttentionConfig"),
+        (lambda: load_decoder(None, DECODER), "path_or_tensors: expected a path, got NoneType"),
+        (lambda: load_attention({}, DECODER, 0),
+         "config: expected an AttentionConfig, got DecoderConfig"),
+        (lambda: load_attention(3, ATTENTION, 0), "path_or_tensors: expected a path, got int"),
+        (lambda: checkpoint.attention_params({}, DECODER),
+         "config: expected an AttentionConfig, got DecoderConfig"),
+        (lambda: checkpoint.attention_params(None, ATTENTION),
+         "tensors: expected a Mapping, got NoneType"),
+        (lambda: open_tensors(None), "path: expected a path, got NoneType"),
+        (lambda: checkpoint.load_params(b"weights"), "path: expected a path, got bytes"),
+    ],
+)  # fmt: skip
+def test_another_kind_of_object_is_refused_by_its_name(call, text):
+    assert fault_text(call) == text
+
+
 def test_only_the_heads_of_a_shard_are_read(tmp_path, monkeypatch):
     """q_b has 1 GiB, and a shard 4 MiB of it. The file is a hole: it takes no disk."""
     rank, heads = 16384, 256

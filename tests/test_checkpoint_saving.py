@@ -394,10 +394,13 @@ def test_one_error_lists_every_parameter_that_does_not_fit(tmp_path):
         ({"names": "hf"}, "names: expected one of 'huggingface', 'original', got 'hf'"),
         ({"dtype": "float16"},
          "dtype: expected one of None, 'float32', 'bfloat16', 'e4m3', got 'float16'"),
+        ({"config": ATTENTION}, "config: expected a DecoderConfig, got AttentionConfig"),
+        ({"directory": None}, "directory: expected a path, got NoneType"),
         ({"max_shard_bytes": 0}, "max_shard_bytes: expected 1 or more, got 0"),
         ({"max_shard_bytes": 1.5}, "max_shard_bytes: expected an integer, got 1.5"),
     ],
 )  # fmt: skip
 def test_another_argument_that_is_wrong_is_refused(tmp_path, arguments, text):
     config, params = decoder()
-    assert fault_text(lambda: save_decoder(tmp_path, params, config, **arguments)) == text
+    usual = {"directory": tmp_path, "params": params, "config": config}
+    assert fault_text(lambda: save_decoder(**usual | arguments)) == text

@@ -12,7 +12,8 @@ from quick_compilation import QUICK_COMPILATION
 from small_models import attention_config, decoder_config, decoder_params
 
 import swa_jax as swa
-from swa_jax import decoding, prefilling, recompute
+from swa_jax import decoding, generation, prefilling, recompute
+from swa_jax.prompts import token_ids
 from swa_jax.sampling import request_keys
 
 pytestmark = pytest.mark.quick_compilation
@@ -536,6 +537,11 @@ def changed_sampling(**fields):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"model": None}, "model: expected a Decoder, got NoneType"),
+        ({"model": CONFIG}, "model: expected a Decoder, got DecoderConfig"),
+        ({"model": swa.Decoder}, "model: expected a Decoder, got the class Decoder"),
+        ({"params": None}, "params: expected {'params': ...}, got NoneType"),
+        ({"params": {"head": 1}}, r"params: expected {'params': ...}, got \['head'\]"),
         ({"prompts": []}, "prompts: expected at least one prompt, got none"),
         ({"prompts": np.zeros((0, 4), int)}, "prompts: expected at least one prompt, got none"),
         ({"prompts": [[1], []]}, r"prompts\[1\]: expected at least one token, got shape \(0,\)"),
@@ -626,3 +632,21 @@ def test_bad_arguments_of_the_comparison_are_refused(prompt, tokens, requests, m
     sampling = swa.Sampling.build(requests)
     with pytest.raises(ValueError, match=message):
         swa.compare_with_recompute(MODEL, PARAMS, prompt, tokens, sampling)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: swa.stream(None, PARAMS, PROMPTS, max_new_tokens=4), "model: expected a Decoder"),
+        (lambda: swa.compare_with_recompute(CONFIG, PARAMS, [1], [1]), "model: expected a Decoder"),
+        (lambda: swa.compare_with_recompute(MODEL, None, [1], [1]), "params: expected {'params'"),
+        (lambda: next(generation.go_on(None, PARAMS, None)), "model: expected a Decoder"),
+        (lambda: next(generation.go_on(MODEL, [], None)), "params: .*, got list"),
+        (lambda: next(generation.go_on(MODEL, PARAMS, {})), "state: expected a DecodeState"),
+        (lambda: generation.first_tokens(None), "state: expected a DecodeState, got NoneType"),
+        (lambda: token_ids(None, "tokens", [1]), "model: expected a Decoder, got NoneType"),
+    ],
+)
+def test_another_kind_of_object_is_refused_by_its_name(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -5,6 +5,7 @@ import functools
 import json
 
 import chex
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from small_models import (
 import swa_jax as swa
 from pallas_kernels import dequantize_rows, quantize_rows, transforms
 from swa_jax.config import AxisNames
+from swa_jax.modules import check_model
 
 pytestmark = pytest.mark.quick_compilation
 
@@ -100,6 +102,53 @@ def test_what_does_not_belong_to_a_call_is_refused(arguments, message):
             arguments[name] = jnp.zeros((1, 3), jnp.int32)
     with pytest.raises(ValueError, match=message):
         LAYER.apply(layer_params(CONFIG), jnp.zeros((1, 2, 32)), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: swa.Decoder(CONFIG), "config: expected a DecoderConfig, got AttentionConfig"),
+        (lambda: swa.Decoder(None), "config: expected a DecoderConfig, got NoneType"),
+        (
+            lambda: swa.Decoder(swa.DecoderConfig),
+            "config: expected a DecoderConfig, got the class DecoderConfig",
+        ),
+        (
+            lambda: swa.SlidingWindowAttention(decoder_config(CONFIG)),
+            "config: expected an AttentionConfig, got DecoderConfig",
+        ),
+        (
+            lambda: swa.DecoderLayer(decoder_config(CONFIG), 48),
+            "config: expected an AttentionConfig, got DecoderConfig",
+        ),
+    ],
+)
+def test_a_configuration_of_another_kind_is_refused_where_a_module_is_made(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_what_is_no_array_and_no_sequence_is_refused_by_its_name():
+    config = decoder_config(CONFIG, 1)
+    params, tokens = decoder_params(config), jnp.zeros((1, 2), jnp.int32)
+    with pytest.raises(ValueError, match="extra_hooks: expected a Sequence, got int"):
+        swa.Decoder(config, extra_hooks=3).apply(params, tokens)
+    with pytest.raises(ValueError, match="hidden: expected a floating dtype .*, got list"):
+        swa.Decoder(config).apply(params, [1.0], method="logits")
+    with pytest.raises(ValueError, match="x: expected a floating dtype .*, got list"):
+        LAYER.apply(layer_params(CONFIG), [[[1.0]]])
+
+
+def test_a_decoder_of_ones_own_is_a_decoder():
+    class OwnConfig(swa.DecoderConfig):
+        pass
+
+    class OwnDecoder(swa.Decoder):
+        size: int = 3
+
+    config = OwnConfig(50, 1, CONFIG, mlp_size=48)
+    for kind in (OwnDecoder, nn.remat(OwnDecoder)):
+        check_model(kind(config).clone(size=4), flax.core.freeze({"params": {}}))
 
 
 def test_a_decoder_refuses_the_cache_of_another():
