@@ -23,6 +23,7 @@ from swa_jax.placement import DeviceAxes
 from swa_jax.prefilling import Params, prefill_chunk
 from swa_jax.prompts import Prompt, token_ids
 from swa_jax.reading import read_regular
+from swa_jax.sampling import known_array
 from swa_jax.weight_names import parameter_name
 
 _NAME = re.compile(r"(\d+)-[0-9a-f]{64}\.safetensors")
@@ -99,8 +100,6 @@ class PrefixStore:
                 f"tokens: expected {int(exported.next_position)}, exported.next_position, got "
                 f"{len(tokens)}"
             )
-        if not len(tokens):
-            raise ValueError("tokens: expected at least one, got none")
         tensors, metadata = exported.to_tensors(self.model)
         data = write_safetensors(tensors | {"tokens": tokens}, metadata)
         target = self.directory / self._name(len(tokens), self._digests(tokens, [len(tokens)])[0])
@@ -121,8 +120,8 @@ class PrefixStore:
           None where no saved prefix fits.
 
         Raises:
-          ValueError: the file with this name is cut short or changed, or holds other tokens or
-            another model's rows.
+          ValueError: there is no token; or the file of this name is cut short or changed, or holds
+            other tokens or another model's rows.
           OSError: it cannot be read.
         """
         tokens = _checked_tokens(tokens)
@@ -237,9 +236,11 @@ def prefill_from_prefixes(
 
 
 def _checked_tokens(tokens: Any) -> Int32[np.ndarray, " n"]:
-    tokens = checks.as_int32("tokens", tokens)
+    tokens = known_array("tokens", tokens)
+    if tokens.size == 0:  # an empty list has the dtype of floats
+        raise ValueError("tokens: expected at least one token, got none")
     checks.check_shape("tokens", tokens, (None,))
-    return np.asarray(tokens)
+    return np.asarray(checks.as_int32("tokens", tokens))
 
 
 def _encode(value: Any) -> bytes:
