@@ -24,6 +24,14 @@ def is_known(*values: Any) -> bool:
     return not any(isinstance(value, Tracer) for value in values)
 
 
+def known_array(name: str, value: Any) -> np.ndarray:
+    """A known value, or several in lists, as an array; ValueError where the lists are ragged."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        raise ValueError(f"{name}: expected values of one shape, got {value!r}") from None
+
+
 def as_int32(name: str, value: Any) -> Int[Array, "..."]:
     """Integers of any kind as an int32 array.
 
@@ -38,7 +46,11 @@ def as_int32(name: str, value: Any) -> Int[Array, "..."]:
     Raises:
       ValueError: it is not integer (booleans are not), or a value lies outside int32.
     """
-    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    if not hasattr(value, "dtype"):
+        value = known_array(name, value)
+        if value.size == 0:  # an empty list has the dtype of floats
+            value = value.astype(np.int32)
+    dtype = value.dtype
     if not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"{name}: expected integers, got dtype {dtype}")
     if isinstance(value, jax.Array) and dtype == jnp.int32:
@@ -61,7 +73,7 @@ def known_int(name: str, value: Any) -> int | None:
     if not is_known(value):
         check_shape(name, value, ())
         return None
-    array = np.asarray(value)
+    array = known_array(name, value)
     if array.shape or array.dtype.kind not in "iu":
         raise ValueError(f"{name}: expected an integer, got {value!r}")
     return int(array)
@@ -74,7 +86,7 @@ def as_float(name: str, value: Any) -> float:
       ValueError: it is traced, or not a number.
     """
     if is_known(value):
-        array = np.asarray(value)
+        array = known_array(name, value)
         if not array.shape and array.dtype.kind in "iuf":
             return float(array)
     raise ValueError(f"{name}: expected a number known when the program is traced, got {value!r}")
@@ -90,7 +102,7 @@ def check_type(name: str, value: object, kind: type) -> None:
 
 def check_number(name: str, value: Any) -> None:
     """Raises ValueError unless the dtype is that of integers or floating numbers."""
-    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    dtype = value.dtype if hasattr(value, "dtype") else known_array(name, value).dtype
     if not (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)):
         raise ValueError(f"{name}: expected a number, got dtype {dtype}")
 

@@ -15,7 +15,7 @@ from pallas_kernels import checks
 from pallas_kernels.serialization import register_serialization
 from swa_jax.cache import RingCache
 from swa_jax.metadata import DecodeMetadata
-from swa_jax.modules import Decoder
+from swa_jax.modules import Decoder, check_model
 from swa_jax.placement import (
     check_distinct,
     check_places,
@@ -258,6 +258,7 @@ def begin_prefilled(
       ValueError: as `begin`, or a wrong shape or dtype, a number out of range, or a state slot out
         of range or given twice.
     """
+    check_model(model, params)
     checks.check_floating("last", last)
     checks.check_shape("last", last, (None, model.config.hidden_size))
     batch = last.shape[0]

@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Float, Int32
 from pallas_kernels import checks
 from swa_jax.cache import RingCache
 from swa_jax.metadata import DecodeMetadata, PrefillMetadata
-from swa_jax.modules import Decoder
+from swa_jax.modules import Decoder, check_model
 from swa_jax.placement import (
     check_distinct,
     check_places,
@@ -85,9 +85,10 @@ def prefill(
       The new cache, and the hidden states of the prompts' last tokens, floating[B, hidden].
 
     Raises:
-      ValueError: no prompt, an empty one, or token ids out of range; a state slot out of range or
-        given twice.
+      ValueError: another kind of model or variables; no prompt, an empty one, or token ids out of
+        range; a state slot out of range or given twice.
     """
+    check_model(model, params)
     checks.check_count("chunk", chunk)
     rows = all_token_ids(model, prompts)
     state_ids = checks.as_int32("state_ids", state_ids)

@@ -23,7 +23,6 @@ from swa_jax.placement import DeviceAxes
 from swa_jax.prefilling import Params, prefill_chunk
 from swa_jax.prompts import Prompt, token_ids
 from swa_jax.reading import read_regular
-from swa_jax.sampling import known_array
 from swa_jax.weight_names import parameter_name
 
 _NAME = re.compile(r"(\d+)-[0-9a-f]{64}\.safetensors")
@@ -236,7 +235,7 @@ def prefill_from_prefixes(
 
 
 def _checked_tokens(tokens: Any) -> Int32[np.ndarray, " n"]:
-    tokens = known_array("tokens", tokens)
+    tokens = checks.known_array("tokens", tokens)
     if tokens.size == 0:  # an empty list has the dtype of floats
         raise ValueError("tokens: expected at least one token, got none")
     checks.check_shape("tokens", tokens, (None,))

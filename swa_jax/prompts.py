@@ -7,7 +7,6 @@ from jaxtyping import ArrayLike, Int32
 
 from pallas_kernels import checks
 from swa_jax.modules import Decoder
-from swa_jax.sampling import known_array
 
 Prompt = Sequence[int] | np.ndarray
 """Token ids of one request; bytes count as such."""
@@ -33,7 +32,7 @@ def token_ids(model: Decoder, name: str, values: Prompt) -> Int32[np.ndarray, " 
     if isinstance(values, bytes):
         row = np.frombuffer(values, np.uint8)
     else:
-        row = known_array(name, values)
+        row = checks.known_array(name, values)
     if row.ndim != 1 or row.size == 0:
         raise ValueError(f"{name}: expected at least one token, got shape {row.shape}")
     limit = model.config.vocab_size
@@ -65,7 +64,7 @@ def all_token_ids(model: Decoder, prompts: Sequence[Prompt]) -> list[Int32[np.nd
 
 def stop_token_ids(model: Decoder, stop_tokens: Sequence[int]) -> Int32[np.ndarray, " n"]:
     """Stop tokens as an array, none or more; ValueError for what is no sequence of token ids."""
-    given = known_array("stop_tokens", stop_tokens)
+    given = checks.known_array("stop_tokens", stop_tokens)
     if given.ndim == 0 and not isinstance(stop_tokens, bytes | str):
         raise ValueError(f"stop_tokens: expected a sequence of token ids, got {stop_tokens!r}")
     if len(stop_tokens) == 0:
@@ -90,7 +89,7 @@ def token_limits(
     """
     before = np.asarray(lengths, np.int64)
     batch = len(before)
-    limits = known_array("max_new_tokens", max_new_tokens)
+    limits = checks.known_array("max_new_tokens", max_new_tokens)
     fits = limits.dtype.kind in "iu" and limits.shape in ((), (batch,))
     if not fits or np.any((limits < 1) | (limits > checks.INT32_MAX)):
         raise ValueError(

@@ -57,9 +57,7 @@ class Sampling:
         checks.check_count("batch", batch)
         temperature = _per_request("temperature", batch, temperature, 0.0, np.inf)
         top_p = _per_request("top_p", batch, top_p, np.finfo(np.float32).tiny, 1.0)
-        top_k = checks.as_int32(
-            "top_k", top_k if hasattr(top_k, "dtype") else known_array("top_k", top_k)
-        )
+        top_k = checks.as_int32("top_k", top_k)
         if top_k.ndim == 0:
             top_k = jnp.broadcast_to(top_k, (batch,))
         checks.check_shape("top_k", top_k, (batch,))
@@ -209,17 +207,9 @@ def _at_temperature(logits, sampling) -> Float32[Array, "b v"]:
     return (logits - jnp.max(logits, axis=-1, keepdims=True)) / heat[:, None]
 
 
-def known_array(name: str, value: Any) -> np.ndarray:
-    """What a caller gave for one request or several, as an array; ValueError for ragged lists."""
-    try:
-        return np.asarray(value)
-    except ValueError:
-        raise ValueError(f"{name}: expected values of one shape, got {value!r}") from None
-
-
 def _per_request(name, batch, value, smallest, largest) -> Float32[Array, " b"]:
     if checks.is_known(value):
-        known = known_array(name, value)
+        known = checks.known_array(name, value)
         if known.dtype.kind not in "iuf" or not np.all((known >= smallest) & (known <= largest)):
             raise ValueError(
                 f"{name}: expected numbers from {smallest:g} to {largest:g}, got {value}"

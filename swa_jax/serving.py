@@ -13,7 +13,7 @@ from pallas_kernels import checks
 from swa_jax.admission import admit, idle_state
 from swa_jax.cache import RingCache
 from swa_jax.decoding import decode_block
-from swa_jax.modules import Decoder
+from swa_jax.modules import Decoder, check_model
 from swa_jax.prefilling import Params, prefill_chunk
 from swa_jax.prompts import stop_token_ids, token_ids, token_limits
 from swa_jax.requests import Finish, Request, Result
@@ -57,8 +57,10 @@ class Server:
           max_stop_tokens: stop tokens that a request may have.
 
         Raises:
-          ValueError: a number below 1, or rings that do not fit, see `RingCache.create`.
+          ValueError: another kind of model or variables, a number below 1, or rings that do not
+            fit, see `RingCache.create`.
         """
+        check_model(model, params)
         for name, value in (
             ("block_steps", block_steps),
             ("chunk", chunk),

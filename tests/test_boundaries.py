@@ -53,6 +53,22 @@ def test_a_negative_position_is_not_exported():
         cache_of(1).export_slot(0, -4)
 
 
+def test_ragged_lists_are_refused_by_the_name_of_the_argument():
+    with pytest.raises(
+        ValueError, match=r"src: expected values of one shape, got \[\[1\], \[2, 3\]\]"
+    ):
+        cache_of(2).copy_slots([[1], [2, 3]], [0, 1])
+    rows, q = cache_of(1).layer(0), jnp.zeros((1, 1, CONFIG.head_dim))
+    for name in ("scale", "query_norm_eps"):
+        with pytest.raises(ValueError, match=f"{name}: expected values of one shape"):
+            indexed_attention(q, rows, np.int32([[0]]), **{name: [1.0, [2.0]]})
+
+
+def test_empty_lists_are_lists_of_integers():
+    copied = cache_of(2).copy_slots([], [])
+    assert not copied.blocks[0].any()
+
+
 def test_a_layer_that_is_a_known_array_is_checked_as_a_number_is():
     with pytest.raises(ValueError, match="layer: expected 0 to 0, got 7"):
         cache_of(1).layer(jnp.int32(7))

@@ -604,6 +604,18 @@ def test_stream_refuses_before_it_is_asked_for_a_block():
         swa.stream(MODEL, PARAMS, PROMPTS, max_new_tokens=4, prefill_chunk=0)
 
 
+def test_a_prefill_and_what_follows_it_ask_for_variables():
+    cache, last = empty_cache(1), jnp.zeros((1, MODEL.config.hidden_size))
+    options = {"max_new_tokens": 1, "sampling": swa.Sampling.build(1)}
+    for call in (
+        lambda: decoding.prefill(MODEL, PARAMS["params"], cache, [0], [[1]]),
+        lambda: decoding.begin_prefilled(MODEL, {}, cache, last, [0], [1], oldest=[0], **options),
+        lambda: swa.Server(MODEL, PARAMS["params"]),
+    ):
+        with pytest.raises(ValueError, match="params: expected {'params': ...}, got "):
+            call()
+
+
 def test_a_prefill_takes_a_state_slot_once():
     with pytest.raises(ValueError, match=r"state_ids: expected distinct .* got \[0, 0\]"):
         decoding.prefill(MODEL, PARAMS, empty_cache(2), [0, 0], PROMPTS[:2])
