@@ -157,10 +157,10 @@ def test_V01_the_clock_waits_for_the_result_and_not_for_the_compiler():
 
         return call
 
-    seconds = (0.005, 0.05)
+    seconds = (0.005, 0.1)
     programs = {str(s): clock.compiled(str(s), sleeping(s), jnp.ones(3)) for s in seconds}
     short, long = (min(taken) for taken in clock.sample_in_turn(programs, 3).values())
-    assert 5 < long / short < 20
+    assert 5 < long / short < 40
     assert traces == [*seconds]
     # Of what runs while Python goes on, the result is there when the clock is read.
     matrix = jnp.eye(256)
