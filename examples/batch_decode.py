@@ -20,7 +20,15 @@ from pathlib import Path
 import numpy as np
 from batch_lines import MAX_STOP_TOKENS, encode_line, read_lines, result_line
 from byte_model import WEIGHTS, load_model
-from command_line import INTERRUPTED, Parser, output_file, print_error
+from command_line import (
+    INTERRUPTED,
+    MAX_REQUESTS,
+    MAX_STEPS,
+    Parser,
+    output_file,
+    print_error,
+    whole_number,
+)
 from tqdm import tqdm
 
 from swa_jax.files import open_new
@@ -28,6 +36,7 @@ from swa_jax.requests import Request, Result
 from swa_jax.serving import Server
 
 SAMPLE = Path(__file__).parent / "data" / "requests.jsonl"
+slot_count = whole_number(1, MAX_REQUESTS)
 
 
 def run_requests(
@@ -153,12 +162,12 @@ the requests that are not finished with the text they have.""",
         "--out", type=output_file, metavar="FILE", help="write results here, not to standard output"
     )
     add("--report", type=output_file, metavar="FILE", help="write throughput and latencies as JSON")
-    add("--slots", type=_count, metavar="N", help="requests at once, at most (8)")
-    add("--block-steps", type=_count, default=16, metavar="N",
+    add("--slots", type=slot_count, metavar="N", help="requests at once, at most (8)")
+    add("--block-steps", type=whole_number(1, MAX_STEPS), default=16, metavar="N",
         help="bytes of each request between two words to the host (16)")  # fmt: skip
-    add("--chunk", type=_count, default=64, metavar="N",
+    add("--chunk", type=whole_number(1, MAX_STEPS), default=64, metavar="N",
         help="bytes of a prompt between two blocks (64)")  # fmt: skip
-    add("--sweep", type=_counts, metavar="N,N,...",
+    add("--sweep", type=_slot_counts, metavar="N,N,...",
         help="instead: throughput and latencies by number of slots, and no results but "
         "errors")  # fmt: skip
     add("--weights", type=Path, default=WEIGHTS,
@@ -267,18 +276,8 @@ def _spread(values: Sequence[float | None]) -> dict | None:
     return {"median": float(median), "percentile_95": float(high)}
 
 
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of 1 or more, got {text!r}")
-    return value
-
-
-def _counts(text: str) -> list[int]:
-    counts = [_count(part) for part in text.split(",")]
+def _slot_counts(text: str) -> list[int]:
+    counts = [slot_count(part) for part in text.split(",")]
     if len(set(counts)) < len(counts):
         raise argparse.ArgumentTypeError(f"expected each number once, got {text!r}")
     return counts

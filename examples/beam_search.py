@@ -19,7 +19,14 @@ import byte_text
 import jax
 import jax.numpy as jnp
 from byte_model import PROMPT, WEIGHTS, load_model
-from command_line import Parser, output_file, print_error, random_seed, whole_number
+from command_line import (
+    MAX_REQUESTS,
+    Parser,
+    output_file,
+    print_error,
+    random_seed,
+    whole_number,
+)
 
 import swa_jax as swa
 from swa_jax.beams import BeamState, beam_block, beam_search
@@ -116,7 +123,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         description="Finds likely continuations of a text: a beam search over forks of one "
         "prefilled prompt, or the best of several samples.",
     )
-    add, count = parser.add_argument, whole_number(1, 4096)
+    add, count = parser.add_argument, whole_number(1, MAX_REQUESTS)
     add("prompt", nargs="?", metavar="PROMPT",
         help="text to continue; by default the start of a Python file")  # fmt: skip
     add("--file", type=Path, help="take the prompt from a file; it may be longer than the window")

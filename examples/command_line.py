@@ -41,12 +41,16 @@ def whole_number(smallest: int, largest: int | None = None) -> Callable[[str], i
         except ValueError:
             value = smallest - 1
         if value < smallest or (largest is not None and value > largest):
-            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text}")
+            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text or 'nothing'}")
         return value
 
     return parse
 
 
+MAX_STEPS = 65536
+"""The most steps that a program may scan, or tokens of a text that it may take at once."""
+MAX_REQUESTS = 4096
+"""The most requests that may be served, or beams that may be searched, side by side."""
 PICTURES = (".png", ".svg", ".pdf")
 """How the name of a picture to draw may end."""
 random_seed = whole_number(0, 2**32 - 1)

@@ -22,7 +22,14 @@ import jax
 import numpy as np
 import prefix_rebuild
 from byte_model import WEIGHTS, load_model
-from command_line import Parser, output_file, output_picture, print_error, whole_number
+from command_line import (
+    MAX_STEPS,
+    Parser,
+    output_file,
+    output_picture,
+    print_error,
+    whole_number,
+)
 from tqdm import tqdm
 
 import swa_jax as swa
@@ -221,9 +228,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="text whose beginning is the prefix (the source of argparse)")  # fmt: skip
     add("--prefix", type=whole_number(8, 2**31 - 1), default=4096, metavar="N",
         help="tokens of the prefix (4096)")  # fmt: skip
-    add("--chunk", type=whole_number(1, 2**31 - 1), default=256, metavar="N",
+    add("--chunk", type=whole_number(1, MAX_STEPS), default=256, metavar="N",
         help="tokens of one prefill call (256)")  # fmt: skip
-    add("--new-tokens", type=whole_number(2, 2**31 - 1), default=32, metavar="N",
+    add("--new-tokens", type=whole_number(2, MAX_STEPS), default=32, metavar="N",
         help="to generate after each (32)")  # fmt: skip
     add("--repeats", type=whole_number(1), default=3, metavar="N",
         help="times are medians of N (3)")  # fmt: skip

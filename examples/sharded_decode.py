@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from byte_model import WEIGHTS, load_model
 from collectives import carrying_rows, find_collectives
-from command_line import Parser, output_file, print_error, whole_number
+from command_line import MAX_REQUESTS, Parser, output_file, print_error, whole_number
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
@@ -35,6 +35,7 @@ from swa_jax.parameter_sharding import parameter_shardings
 
 BLOCK = 8  # tokens between two words to the host
 VIRTUAL_DEVICES = 8
+device_count = whole_number(1, 64)  # a virtual device has threads and a cache of its own
 TEXT = Path(__file__).read_bytes()
 LOOPBACK = "127.0.0.1"
 SECONDS_TO_FINISH = 900
@@ -185,15 +186,16 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "Compares with one device, and lists what the compiled program sends between devices.",
     )
     add = parser.add_argument
-    add("--devices", type=whole_number(1), metavar="N",
+    add("--devices", type=device_count, metavar="N",
         help="devices in all (every GPU; 8 virtual devices of the CPU without any)")  # fmt: skip
-    add("--processes", type=whole_number(1), default=1, metavar="N",
+    add("--processes", type=device_count, default=1, metavar="N",
         help="processes that share the devices, on this machine's CPU (1)")  # fmt: skip
-    add("--split-heads", type=whole_number(1), nargs="+", metavar="N",
+    add("--split-heads", type=device_count, nargs="+", metavar="N",
         help="devices that split heads; one run for each (all that fit)")  # fmt: skip
-    add("--prompts", type=whole_number(1), metavar="N",
+    add("--prompts", type=whole_number(1, MAX_REQUESTS), metavar="N",
         help="requests in the batch (one for each device)")  # fmt: skip
-    add("--bytes", type=whole_number(1), default=24, metavar="N", help="bytes to generate (24)")
+    add("--bytes", type=whole_number(1, 2**31 - 1), default=24, metavar="N",
+        help="bytes to generate (24)")  # fmt: skip
     add(
         "--weights",
         type=Path,

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from byte_training import Run, bits_per_byte, make_optimizer, training_batch, training_step
-from command_line import Parser, print_error, whole_number
+from command_line import MAX_STEPS, Parser, print_error, random_seed, whole_number
 from tqdm import tqdm
 from training_checkpoints import TrainingState, run_identity, save_state, start
 
@@ -204,7 +204,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         description="Trains the byte model on the sources of Python's standard library.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add, positive = parser.add_argument, whole_number(1)
+    add, positive, size = parser.add_argument, whole_number(1), whole_number(1, MAX_STEPS)
     add("--out", type=Path, default=Path("bytes"), metavar="DIR",
         help="folder for bytes.safetensors and bytes.json")  # fmt: skip
     add("--work", type=Path, metavar="DIR",
@@ -212,14 +212,14 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from the state in --work")
     add(
         "--seed",
-        type=whole_number(0),
+        type=random_seed,
         default=Run.seed,
         help="decides text order and first weights",
     )
-    add("--steps", type=whole_number(2), default=Run.steps,
+    add("--steps", type=whole_number(2, 2**31 - 1), default=Run.steps,
         help="optimiser steps; the first warms up")  # fmt: skip
-    add("--batch", type=positive, default=Run.batch, help="sequences per step")
-    add("--length", type=positive, default=Run.length, help="tokens per sequence")
+    add("--batch", type=size, default=Run.batch, help="sequences per step")
+    add("--length", type=size, default=Run.length, help="tokens per sequence")
     add("--short-window", type=positive, default=Run.short_window,
         help="window of the first steps, at most the model's")  # fmt: skip
     add("--short-share", type=_share, default=Run.short_share,

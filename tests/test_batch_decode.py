@@ -421,13 +421,17 @@ def test_the_shipped_model_serves_the_sample(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--slots", "0"], "argument --slots: expected an integer of 1 or more, got '0'"),
-        (["--slots", "two"], "argument --slots: expected an integer of 1 or more, got 'two'"),
-        (["--sweep", "1,,2"], "argument --sweep: expected an integer of 1 or more, got ''"),
+        (["--slots", "0"], "argument --slots: expected 1 to 4096, got 0"),
+        (["--slots", "two"], "argument --slots: expected 1 to 4096, got two"),
+        (["--slots", "99999999999"], "argument --slots: expected 1 to 4096, got 99999999999"),
+        (["--sweep", "1,,2"], "argument --sweep: expected 1 to 4096, got nothing"),
+        (["--sweep", "1,4097"], "argument --sweep: expected 1 to 4096, got 4097"),
         (["--sweep", "2,02"], "argument --sweep: expected each number once, got '2,02'"),
         (["--sweep", "2", "--slots", "8"], "argument --slots: --sweep has its own"),
-        (["--chunk", "-8"], "argument --chunk: expected an integer of 1 or more, got '-8'"),
-        (["--block-steps", "1.5"], "argument --block-steps: expected an integer of 1 or more"),
+        (["--chunk", "-8"], "argument --chunk: expected 1 to 65536, got -8"),
+        (["--chunk", "65537"], "argument --chunk: expected 1 to 65536, got 65537"),
+        (["--block-steps", "1.5"], "argument --block-steps: expected 1 to 65536, got 1.5"),
+        (["--block-steps", "65537"], "argument --block-steps: expected 1 to 65536, got 65537"),
         (
             ["--out", "missing/file"],
             "argument --out: expected a file in a folder, got missing/file",

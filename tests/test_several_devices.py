@@ -321,8 +321,12 @@ def test_two_processes_give_the_tokens_of_one_device(tiny_weights, tmp_path):
     ("arguments", "message"),
     [
         (["--processes", "3"], "argument --processes: expected a divisor of 8 devices, got 3"),
-        (["--devices", "0"], "argument --devices: expected 1 or more, got 0"),
-        (["--split-heads", "0"], "argument --split-heads: expected 1 or more, got 0"),
+        (["--devices", "0"], "argument --devices: expected 1 to 64, got 0"),
+        (["--devices", "100000"], "argument --devices: expected 1 to 64, got 100000"),
+        (["--processes", "65"], "argument --processes: expected 1 to 64, got 65"),
+        (["--prompts", "4097"], "argument --prompts: expected 1 to 4096, got 4097"),
+        (["--bytes", "2147483648"], "argument --bytes: expected 1 to 2147483647, got 2147483648"),
+        (["--split-heads", "0"], "argument --split-heads: expected 1 to 64, got 0"),
         (["--report", "nowhere/r.json"], "argument --report: expected a file in a folder"),
     ],
 )

@@ -262,11 +262,13 @@ def test_default_model_fits_in_its_file():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "1"], "--steps: expected 2 or more, got 1"),
-        (["--steps", "many"], "--steps: expected 2 or more, got many"),
+        (["--steps", "1"], "--steps: expected 2 to 2147483647, got 1"),
+        (["--steps", "many"], "--steps: expected 2 to 2147483647, got many"),
         (["--short-share", "1.5"], "--short-share: expected 0 to 1, got 1.5"),
         (["--short-window", "200"], "--short-window: expected at most the model's window 128"),
-        (["--seed", "-1"], "--seed: expected 0 or more, got -1"),
+        (["--seed", "-1"], "--seed: expected 0 to 4294967295, got -1"),
+        (["--batch", "65537"], "--batch: expected 1 to 65536, got 65537"),
+        (["--length", "65537"], "--length: expected 1 to 65536, got 65537"),
         (["--resume"], "--resume: expected a state in"),
         (["--unknown"], "--unknown"),
     ],
