@@ -241,7 +241,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--bytes", type=float, default=2e9, metavar="N",
-        help="size of the checkpoint at most; 10e6 is the smallest (2e9)")  # fmt: skip
+        help="size of the checkpoint at most, 10e6 to 1e15 (2e9)")  # fmt: skip
     add("--dir", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR",
         help="where to write it, in a folder that is removed afterwards "
         f"({tempfile.gettempdir()})")  # fmt: skip
@@ -253,8 +253,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         if options.load is not None and getattr(options, name) != parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
             parser.error(f"argument {option}: --load writes no checkpoint")
-    if not 10e6 <= options.bytes < 1e15:
-        parser.error(f"argument --bytes: expected 10e6 or more, got {options.bytes:g}")
+    if not 10e6 <= options.bytes <= 1e15:
+        parser.error(f"argument --bytes: expected 10e6 to 1e15, got {options.bytes:g}")
     if not options.dir.is_dir():
         parser.error(f"argument --dir: expected a folder, got {options.dir}")
     if not STATUS.exists():

@@ -583,11 +583,13 @@ def test_loading_takes_little_memory_beside_the_parameters(tmp_path, options):
     [
         (["missing"], "No such file or directory: "),
         (["missing", "--scan-layers"], "argument --scan-layers: --load writes no checkpoint"),
+        ([None, "--bytes", "1e30"], "argument --bytes: expected 10e6 to 1e15, got 1e+30"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_measured_is_one_line(tmp_path, capsys, arguments, message):
+    loaded = [] if arguments[0] is None else ["--load", str(tmp_path / arguments[0])]
     try:
-        status = measure_loading.main(["--load", str(tmp_path / arguments[0]), *arguments[1:]])
+        status = measure_loading.main([*loaded, *arguments[1:]])
     except SystemExit as end:
         status = end.code
     out, err = capsys.readouterr()
