@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -37,13 +39,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: words after the program's name; None for those of this process.
 
     Returns:
-      Exit status: 0, or 1 where doctor finds that an operation does not run. Bad arguments exit
-      with status 2 and one line.
+      Exit status: 0, or 1 where doctor finds that an operation does not run, or where nobody reads
+      what is printed. Bad arguments exit with status 2 and one line.
     """
     parser = _parser()
     parsed = parser.parse_args(arguments)
     try:
-        return parsed.run(parsed)
+        status = parsed.run(parsed)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # nobody reads on, as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except ValueError as error:
         parser.exit(2, f"{parser.prog} {parsed.command}: error: {error}\n")
 
@@ -124,9 +131,13 @@ def trace(arguments: argparse.Namespace) -> int:
     else:
         geometry = RingGeometry(arguments.window, arguments.capacity)
     state_id, (first, last) = arguments.state_id, arguments.positions
-    tokens = drafts + 1 if arguments.tokens is None else arguments.tokens
-    if tokens > TRACE_LIMIT:
-        raise ValueError(f"--tokens: expected at most {TRACE_LIMIT}, got {tokens}")
+    left = INT32_MAX - first + 1  # positions, the first included
+    tokens = min(drafts + 1, left) if arguments.tokens is None else arguments.tokens
+    if tokens > min(left, TRACE_LIMIT):
+        raise ValueError(
+            f"--tokens: expected at most {min(left, TRACE_LIMIT)} from position {first}, "
+            f"got {tokens}"
+        )
     largest = 2**31 // geometry.capacity - 1  # slots are int32
     if state_id > largest:
         raise ValueError(
@@ -287,7 +298,9 @@ def _parser() -> argparse.ArgumentParser:
         help=f"query positions A to B, both included, or one; at most {TRACE_LIMIT}",
     )
     command.add_argument(
-        "--tokens", type=_number(1), help="tokens of the step (default: draft tokens + 1)"
+        "--tokens",
+        type=_number(1),
+        help=f"tokens of the step, to position {INT32_MAX} at most (default: draft tokens + 1)",
     )
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.set_defaults(run=trace)

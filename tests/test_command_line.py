@@ -160,8 +160,10 @@ def test_trace_finds_the_rows_that_a_step_destroys():
 
 
 def test_trace_at_the_last_position():
-    (entry,) = _json("trace", "--positions", "2147483647")["positions"]
+    figures = _json("trace", "--positions", "2147483647")
+    (entry,) = figures["positions"]
     assert (entry["first_read_slot"], entry["write_slot"]) == (56, 49)
+    assert figures["step"]["tokens"] == 1  # the default step ends there
 
 
 def test_trace_as_text():
@@ -190,6 +192,10 @@ def test_trace_as_text():
         (["trace", "--positions", "0:2147483648"], "--positions: expected an integer from 0"),
         (["trace", "--positions", "0:9999"], "at most 4096 positions"),
         (["trace", "--positions", "1", "--tokens", "5000"], "--tokens: expected at most 4096"),
+        (
+            ["trace", "--positions", "2147483647", "--tokens", "3"],
+            "--tokens: expected at most 1 from position 2147483647, got 3",
+        ),
         (["trace", "--positions", "1", "--capacity", "100"], "expected window (128) <= capacity"),
         (["trace", "--positions", "1", "--state-id", "99999999"], "--state-id: expected at most"),
         (["trace", "--positions", "1", "--capacity", "134", "--draft-tokens", "5"], "not allowed"),
@@ -207,6 +213,16 @@ def test_a_bad_argument_ends_the_process_with_status_2():
     result = _swa_jax("size", "--layers", "x")
     assert (result.returncode, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [["size"], ["trace", "--positions", "0:4095"]])
+def test_a_reader_that_goes_away_is_status_1_and_no_traceback(monkeypatch, capsys, arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        assert main(arguments) == 1
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("command", [[], ["doctor"], ["size"], ["trace"]])
