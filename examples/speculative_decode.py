@@ -269,6 +269,8 @@ def main(arguments: Sequence[str]) -> int:
             prompts = {"ordinary": PROMPT.encode(), "repetitive": REPETITIVE.encode()}
         else:
             prompts = {"given": os.fsencode(options.prompt)}
+        if not all(prompts.values()):
+            raise ValueError("prompt: expected at least one byte, got none")
         texts = {
             name: Text(model, variables, prompt, options.bytes, sampling)
             for name, prompt in prompts.items()

@@ -63,6 +63,7 @@ def test_a_thousand_steps_are_one_program_and_take_no_more_memory(weights, tmp_p
 @pytest.mark.parametrize(
     ("example", "arguments", "message"),
     [
+        (speculative_decode, [""], "prompt: expected at least one byte, got none"),
         (speculative_decode, ["--drafts", "7"], "draft_tokens: expected 0 to 6"),
         (speculative_decode, ["--drafts", "0"], "--drafts: expected numbers from 1"),
         (speculative_decode, ["--drafter", "layers:3"], "expected layers:1 to layers:2"),
