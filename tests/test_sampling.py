@@ -297,7 +297,7 @@ def test_settings_may_be_traced():
         ("top_k", [1, 2, 3], r"top_k: expected shape \(2\), got \(3,\)"),
     ],
 )
-def test_requestout_of_range_are_refused(name, value, message):
+def test_settings_out_of_range_are_refused(name, value, message):
     with pytest.raises(ValueError, match=message):
         swa.Sampling.build(2, **{name: value})
 
