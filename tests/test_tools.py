@@ -24,9 +24,28 @@ def load(name: str):
     return module
 
 
+sys.path.append(str(ROOT / "tools"))  # where scripts import each other by name
 check_distribution, draw_map, versions = map(
     load, ("check_distribution", "draw_map", "test_versions")
 )
+
+
+def refusal(capsys, main, *arguments) -> str:
+    """The one line that a script says as it ends with status 2."""
+    with pytest.raises(SystemExit) as end:
+        main(*arguments)
+    assert end.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize("tool", [check_distribution, draw_map, versions])
+def test_an_unknown_option_is_one_line(tool, capsys):
+    said = refusal(capsys, tool.main, ["--unknown"])
+    name = tool.__name__.removeprefix("tools_")
+    assert said == f"{name}.py: error: unrecognized arguments: --unknown\n"
 
 
 # --- the map
@@ -118,6 +137,11 @@ def test_one_failure_does_not_stop_the_others_and_decides_the_status(monkeypatch
         "| 3.13 | 0.10.2 | passed | 5 | 1 | 2 | 0.5 |",
     ]
     assert versions.main([*work, "--only", "3.13:0.10"]) == 0
+
+
+def test_a_file_is_no_place_for_environments(capsys):
+    said = refusal(capsys, versions.main, ["--work", __file__])
+    assert said == f"test_versions.py: error: argument --work: expected a folder, got {__file__}\n"
 
 
 def test_counts_are_read_from_pytests_report(tmp_path):
@@ -228,7 +252,57 @@ def test_a_command_that_fails_is_an_error_with_its_output(tmp_path):
         )
 
 
+@pytest.fixture
+def checked(monkeypatch):
+    """The folders that were built and checked in; nothing is built."""
+    folders = []
+    monkeypatch.setattr(check_distribution, "check", folders.append)
+    for name in ("build", "twine"):  # which have an extra of their own
+        monkeypatch.setitem(sys.modules, name, MagicMock(__spec__=MagicMock()))
+    return folders
+
+
+@pytest.mark.parametrize("name", ["empty", "new/folder"])
+def test_a_distribution_is_built_in_an_empty_folder(checked, name, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert check_distribution.main(["--work", str(tmp_path / name)]) == 0
+    assert checked == [tmp_path / name]
+    assert (tmp_path / name).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (ROOT, f"expected an empty folder, got {ROOT}"),
+        (Path(__file__), "[Errno 17] File exists: "),
+        (Path(__file__, "folder"), "[Errno 20] Not a directory: "),
+    ],
+    ids=["full", "file", "within_a_file"],
+)
+def test_a_distribution_is_built_nowhere_else(checked, work, message, capsys):
+    said = refusal(capsys, check_distribution.main, ["--work", str(work)])
+    assert said.startswith(f"check_distribution.py: error: argument --work: {message}")
+    assert checked == []
+
+
+@pytest.mark.parametrize("names", [["build"], ["twine"], ["build", "twine"]])
+def test_what_a_distribution_is_built_with_is_named(checked, names, monkeypatch, capsys):
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)
+    said = refusal(capsys, check_distribution.main, [])
+    expected = f"expected {' and '.join(names)}, found none: pip install -e '.[dev]'"
+    assert said == f"check_distribution.py: error: {expected}\n"
+    assert checked == []
+
+
 # --- mutation testing
+
+
+def test_mutation_testing_names_the_extra_that_it_needs(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cosmic_ray", None)
+    said = refusal(capsys, load, "mutation_testing")
+    assert said.startswith("mutation_testing.py: error: ")
+    assert said.endswith(": pip install -e '.[mutation]'\n")
 
 
 @pytest.fixture
@@ -246,13 +320,7 @@ def refuse(monkeypatch, capsys, tmp_path):
     def call(*arguments):
         argv = ["", "--work", str(tmp_path), *arguments]
         monkeypatch.setattr(sys, "argv", argv)
-        with pytest.raises(SystemExit) as end:
-            mutation_testing.main()
-        assert end.value.code == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.count("\n") == 1
-        return err
+        return refusal(capsys, mutation_testing.main)
 
     return call
 

@@ -10,8 +10,8 @@ repository, both labs, `doctor`, `size`, `trace`, the README's decode and exampl
 from the installed wheel. Exit status 1 at the first thing that does not.
 """
 
-import argparse
 import email
+import importlib.util
 import os
 import re
 import subprocess
@@ -23,6 +23,8 @@ import venv
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from one_line_parser import OneLineParser
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("pallas_kernels", "swa_jax")
@@ -198,18 +200,27 @@ def check(work: Path) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="check_distribution.py",
         description="Builds wheel and source distribution, and uses both.",
     )
     parser.add_argument("--work", type=Path, metavar="DIR", help="an empty folder, kept")
     options = parser.parse_args(arguments)
+    missing = [name for name in ("build", "twine") if importlib.util.find_spec(name) is None]
+    if missing:
+        parser.error(f"expected {' and '.join(missing)}, found none: pip install -e '.[dev]'")
+    if options.work is not None:
+        try:
+            options.work.mkdir(parents=True, exist_ok=True)
+            if any(options.work.iterdir()):
+                parser.error(f"argument --work: expected an empty folder, got {options.work}")
+        except OSError as error:
+            parser.error(f"argument --work: {error}")
     try:
         if options.work is None:
             with tempfile.TemporaryDirectory(prefix="check_distribution-") as work:
                 check(Path(work))
         else:
-            options.work.mkdir(parents=True)
             check(options.work.resolve())
     except (CheckFailedError, OSError, ValueError) as error:
         print(f"check_distribution.py: error: {error}", file=sys.stderr)

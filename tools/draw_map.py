@@ -8,7 +8,6 @@ is an import; those that follow from others are left out, and so are those into 
 which a dot stands for. Needs nothing but Python's standard library.
 """
 
-import argparse
 import ast
 import functools
 import math
@@ -16,6 +15,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+
+from one_line_parser import OneLineParser
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "pictures" / "map.svg"
@@ -220,7 +221,7 @@ def draw() -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="draw_map.py", description="Draws the map of the code.")
+    parser = OneLineParser(prog="draw_map.py", description="Draws the map of the code.")
     parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
     options = parser.parse_args(arguments)
     picture = draw()

@@ -31,15 +31,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import NoReturn
 
-import cosmic_ray.commands
-import mutation_operators
-from cosmic_ray.mutating import use_mutation
-from cosmic_ray.plugins import get_operator, operator_names
-from cosmic_ray.work_db import WorkDB
-from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResult
+from one_line_parser import OneLineParser
 from tqdm import tqdm
+
+PROGRAM = "mutation_testing.py"
+try:
+    import cosmic_ray.commands
+    import mutation_operators
+    from cosmic_ray.mutating import use_mutation
+    from cosmic_ray.plugins import get_operator, operator_names
+    from cosmic_ray.work_db import WorkDB
+    from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResult
+except ModuleNotFoundError as error:
+    OneLineParser(PROGRAM).error(f"{error}: pip install -e '.[mutation]'")
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -259,18 +264,10 @@ def locked(work: Path) -> Iterator[None]:
         yield
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Ends the program with status 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def main() -> None:
     """The command."""
-    parser = Parser(
-        prog="mutation_testing.py", description="Breaks copies of the library; runs the tests."
+    parser = OneLineParser(
+        prog=PROGRAM, description="Breaks copies of the library; runs the tests."
     )
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"of {', '.join(MODULES)}")
     parser.add_argument("--workers", type=int, default=2, help="mutants at once; 0 only reports")

@@ -21,6 +21,8 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 
+from one_line_parser import OneLineParser
+
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12", "3.13")
 JAXES = {"0.10": "0.10.2", "0.11": "0.11.*", "0.12": "0.12.*"}  # the newest of each, as pip has it
@@ -169,7 +171,7 @@ def make_table(outcomes: Sequence[Outcome]) -> str:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="test_versions.py",
         description="Runs the fast tests with every supported Python and JAX.",
     )
@@ -180,7 +182,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--first-cases", action="store_true", help="of each test with several cases the first")
     add("--work", type=Path, metavar="DIR", help="keep environments and logs here")
     add("pytest", nargs="*", metavar="ARGUMENT", help="of pytest, after --")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.work is not None and options.work.exists() and not options.work.is_dir():
+        parser.error(f"argument --work: expected a folder, got {options.work}")
+    return options
 
 
 def _combination(text: str) -> Combination:
