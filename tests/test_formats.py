@@ -566,6 +566,7 @@ def test_bad_rows_are_refused(call, message):
             lambda: KVCacheFormat("f", raw_elements=True, raw_dtype="float32"),
             "integer .*, got True",
         ),
+        (lambda: dataclasses.replace(F32, pad_bytes=-1), "pad_bytes: .* 0 or more, got -1"),
         (lambda: KVCacheFormat(None, None), "name: expected a string, got None"),
         (lambda: dataclasses.replace(F32, note=7), "note: expected a string, got 7"),
         (lambda: dataclasses.replace(F32, scales_last=1), "scales_last: expected True .*, got 1"),
