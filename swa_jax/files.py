@@ -109,7 +109,13 @@ def make_header(
 
 
 def open_new(path: Path) -> BinaryIO:
-    """A new file to write bytes to, in place of what has its name: no link is followed."""
+    """A new file to write bytes to, in place of what has its name: no link is followed.
+
+    Raises:
+      ValueError: a pipe or a device has it.
+      OSError: it cannot be made.
+    """
+    _check_replaceable(path)
     path.unlink(missing_ok=True)
     return path.open("xb")
 
@@ -118,8 +124,10 @@ def write_whole(path: Path, data: bytes) -> None:
     """Writes a file that is there whole or not at all, in place of what has its name.
 
     Raises:
+      ValueError: a pipe or a device has its name.
       OSError: it cannot be written; nothing of it is left.
     """
+    _check_replaceable(path)
     partial = path.with_name(f".{secrets.token_hex(8)}.partial")  # nobody's, and short
     try:
         with partial.open("xb") as file:
@@ -181,6 +189,12 @@ def header_size(start: bytes) -> int:
     if size > MAX_INDEX_BYTES:
         raise ValueError(f"a header of {size:,} bytes, more than {MAX_INDEX_BYTES:,}")
     return size
+
+
+def _check_replaceable(path: Path) -> None:
+    # Who may unlink /dev/null would leave a file in its place.
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"{path}: expected a file, got a pipe or a device")
 
 
 def _parse_header(data: bytes) -> dict[str, Any]:

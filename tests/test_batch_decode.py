@@ -456,3 +456,12 @@ def test_a_wrong_command_is_one_line_and_exit_status_two(run, arguments, message
 def test_a_file_that_is_not_there_is_one_line(capsys):
     assert batch_decode.main(["missing.jsonl"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_results_never_take_the_place_of_a_pipe_or_a_device(run, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    status, results, err, _ = run([GOOD], "--out", str(pipe))
+    assert (status, results) == (2, [])
+    assert err == f"batch_decode.py: error: {pipe}: expected a file, got a pipe or a device\n"
+    assert pipe.is_fifo()

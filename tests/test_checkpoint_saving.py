@@ -33,6 +33,7 @@ from small_models import decoder_params
 
 from swa_jax import block_scales, weight_saving
 from swa_jax.checkpoint import load_decoder, load_params, save_decoder, save_params
+from swa_jax.files import open_new
 
 
 def parse_file(path):
@@ -353,6 +354,20 @@ def test_a_file_that_cannot_be_written_whole_is_left_as_it_was(tmp_path, monkeyp
             save_params(path, {"a": np.float32([2])})
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_no_file_takes_the_place_of_a_pipe_or_a_device(tmp_path, link):
+    path = pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    if link:
+        path = tmp_path / "link"
+        path.symlink_to(pipe)
+    for write in (lambda: save_params(path, {"a": np.float32([1])}), lambda: open_new(path)):
+        with pytest.raises(ValueError, match="expected a file, got a pipe or a device"):
+            write()
+    assert pipe.is_fifo()
+    assert path.is_symlink() == link
 
 
 def test_the_index_appears_last(tmp_path, monkeypatch):
