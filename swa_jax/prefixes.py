@@ -235,11 +235,11 @@ def prefill_from_prefixes(
 
 
 def _checked_tokens(tokens: Any) -> Int32[np.ndarray, " n"]:
-    tokens = checks.known_array("tokens", tokens)
-    if tokens.size == 0:  # an empty list has the dtype of floats
-        raise ValueError("tokens: expected at least one token, got none")
+    tokens = checks.as_int32("tokens", tokens)
     checks.check_shape("tokens", tokens, (None,))
-    return np.asarray(checks.as_int32("tokens", tokens))
+    if tokens.size == 0:
+        raise ValueError("tokens: expected at least one token, got none")
+    return np.asarray(tokens)
 
 
 def _encode(value: Any) -> bytes:

@@ -19,5 +19,5 @@ def test_every_survivor_is_explained_and_counted_in_the_table():
     for module, cells in rows:
         mutants, tried, killed, _, *kinds = map(int, cells.replace("|", "").split())
         assert kinds == [found[module, kind] for kind in ("Equivalent", "Speed", "Text")] + [0]
-        assert (tried, killed) == (mutants, mutants - sum(kinds))
+        assert mutants >= tried == killed + sum(kinds)
     assert sum(found.values()) == REPORT.count("```diff")

@@ -1,7 +1,7 @@
 """Are the tests any good? Breaks copies of the library on purpose and sees which breaks they miss.
 
     pip install -e '.[test,mutation]'
-    python tools/mutation_testing.py                         # every module of MODULES, hours
+    python tools/mutation_testing.py                         # every module of MODULES, an hour
     python tools/mutation_testing.py swa_jax/ring.py --sample 50
 
 cosmic-ray makes the mutants and keeps the record of them. A run that was stopped goes on where it
